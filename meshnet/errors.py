@@ -1,0 +1,205 @@
+"""Every error that Meshnet raises, one tree.
+
+MeshError
+├── InvalidRequest            400  this request is wrong; repeating it cannot help
+│   └── PayloadTooLarge       413
+├── Unauthorized              401
+├── Forbidden                 403
+├── SessionError              409  the session's state and the step do not fit
+│   ├── CacheMiss                  the state is not here; prefill again
+│   └── SessionBusy                another step of the session is running
+├── ModelMismatch             409  the shard runs another model than the head believes
+├── CapacityError             503  later it may work
+│   ├── CacheFull
+│   └── QueueFull
+├── HopError                  503  a hop did not do its part
+│   ├── HopUnreachable
+│   ├── HopTimeout
+│   └── HopProtocolError      502  it answered, but not in our protocol
+├── RouteError                503  the configured hops do not make a route
+├── ModelLoading              503  the shard is not ready yet
+├── ModelError                500  the model cannot be loaded or split as asked
+├── StageError                500  a forward pass failed; the session's state is gone
+└── RecoveryExhausted         503  the bounded recovery gave up
+
+An error crosses a process as its `code` and comes out as the same class (`from_code`). Decide on
+the class, `code` or `retryable`, never on the text.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar, Literal
+
+MissReason = Literal[
+    "unknown", "expired", "evicted", "restarted", "length_mismatch", "route_mismatch"
+]
+
+
+class MeshError(Exception):
+    """Base of the tree.
+
+    Args:
+        message: One sentence for a person.
+        members: What a program may want to know besides: `field`, `value`, `allowed`, `held`...
+            Values must be JSON. They travel with the error.
+    """
+
+    code: ClassVar[str] = "internal"
+    status: ClassVar[int] = 500
+    retryable: ClassVar[bool] = False
+
+    _by_code: ClassVar[dict[str, type[MeshError]]] = {}
+
+    def __init_subclass__(cls) -> None:
+        MeshError._by_code.setdefault(cls.code, cls)
+
+    def __init__(self, message: str, **members: object) -> None:
+        super().__init__(message)
+        self.message = message
+        self.members: dict[str, object] = members
+
+
+class InvalidRequest(MeshError):
+    """The request itself is wrong; `field`, `value` and `allowed` say where."""
+
+    code = "invalid_request"
+    status = 400
+
+
+class PayloadTooLarge(InvalidRequest):
+    """The body is longer than the limit; nothing of it was kept."""
+
+    code = "payload_too_large"
+    status = 413
+
+
+class Unauthorized(MeshError):
+    """No key, or a wrong one."""
+
+    code = "unauthorized"
+    status = 401
+
+
+class Forbidden(MeshError):
+    """The caller may not do this."""
+
+    code = "forbidden"
+    status = 403
+
+
+class SessionError(MeshError):
+    """The session's state and the step do not fit together."""
+
+    code = "session_error"
+    status = 409
+
+
+class CacheMiss(SessionError):
+    """The shard does not hold the state this step continues.
+
+    Members: `reason` (a MissReason) and `held`, the tokens still held, else 0.
+    """
+
+    code = "cache_miss"
+
+
+class SessionBusy(SessionError):
+    """Another step of the same session is running; nothing was changed."""
+
+    code = "session_busy"
+    retryable = True
+
+
+class ModelMismatch(MeshError):
+    """The shard runs another model than the caller believes. Members: `expected`, `actual`."""
+
+    code = "model_mismatch"
+    status = 409
+
+
+class CapacityError(MeshError):
+    """There is no room now."""
+
+    code = "capacity"
+    status = 503
+    retryable = True
+
+
+class CacheFull(CapacityError):
+    """Every session that could make room is in use, or the budget is too small for this one."""
+
+    code = "cache_full"
+
+
+class QueueFull(CapacityError):
+    """Too many steps are waiting."""
+
+    code = "queue_full"
+
+
+class HopError(MeshError):
+    """A hop did not do its part. Member: `endpoint`."""
+
+    code = "hop_error"
+    status = 503
+
+
+class HopUnreachable(HopError):
+    """The hop refused or dropped the connection."""
+
+    code = "hop_unreachable"
+    retryable = True
+
+
+class HopTimeout(HopError):
+    """The hop did not answer within its limit."""
+
+    code = "hop_timeout"
+    retryable = True
+
+
+class HopProtocolError(HopError):
+    """The hop answered, but not in our protocol."""
+
+    code = "hop_protocol"
+    status = 502
+
+
+class RouteError(MeshError):
+    """The hops do not tile the model's layers exactly once, or are not all known yet."""
+
+    code = "route_invalid"
+    status = 503
+
+
+class ModelLoading(MeshError):
+    """The shard is still loading its span."""
+
+    code = "model_loading"
+    status = 503
+    retryable = True
+
+
+class ModelError(MeshError):
+    """The model cannot be loaded, or not be split as asked."""
+
+    code = "model_error"
+
+
+class StageError(MeshError):
+    """A forward pass failed. The session's state on this shard was dropped."""
+
+    code = "stage_failed"
+
+
+class RecoveryExhausted(MeshError):
+    """The bounded recovery gave up; the last cause is in the text."""
+
+    code = "recovery_exhausted"
+    status = 503
+
+
+def from_code(code: str, message: str, members: dict[str, object]) -> MeshError | None:
+    """The error that `code` names, or None for a code this version does not know."""
+    kind = MeshError._by_code.get(code)  # pyright: ignore[reportPrivateUsage]  # same module
+    return kind(message, **members) if kind else None

@@ -1,0 +1,71 @@
+"""What a shard needs of a piece of model, and nothing of how it is made. No torch here."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from meshnet.generation import Sampling
+from meshnet.topology import ShardFacts
+from meshnet.wire.frames import Frame
+from meshnet.wire.messages import TailAnswer
+
+
+class CacheState(Protocol):
+    """The cache state of one session on one stage; opaque to everyone but the stage."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of memory the state holds now."""
+        ...
+
+
+StageOutput = Frame | TailAnswer
+"""Hidden states for the next hop, or the tail's answer."""
+
+
+@dataclass(frozen=True, slots=True)
+class StageStep:
+    """One step's input to a stage.
+
+    Attributes:
+        frame: `[1, n]` int32 token ids where layer 0 is run, else `[1, n, hidden]` hidden states.
+        start_layer: First layer to run, in the stage's span; the stage runs from it to its end.
+        position: Tokens before this step; the step covers `[position, position + n)`.
+        sampling: How the tail samples; None samples nothing.
+    """
+
+    frame: Frame
+    start_layer: int
+    position: int
+    sampling: Sampling | None = None
+
+
+class StageModel(Protocol):
+    """A span of layers that can be run. Not thread-safe: one compute thread calls it."""
+
+    @property
+    def facts(self) -> ShardFacts:
+        """What the stage is a piece of."""
+        ...
+
+    def new_state(self, start_layer: int) -> CacheState:
+        """An empty state for sessions that enter at `start_layer`."""
+        ...
+
+    def state_nbytes(self, n_tokens: int) -> int:
+        """About how many bytes a state of `n_tokens` tokens takes, before it is made."""
+        ...
+
+    def run(self, step: StageStep, state: CacheState | None) -> StageOutput:
+        """Run the layers on one step.
+
+        Args:
+            step: The input; its shape and dtype were checked against `facts`.
+            state: Mutated: extended by the step's tokens. None runs stateless.
+
+        Raises:
+            StageError: The forward failed or gave numbers that are not finite. The state must be
+                discarded.
+        """
+        ...

@@ -1,0 +1,195 @@
+"""Spans, hops and routes: which shard runs which layers. Pure, nothing here opens a connection."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from meshnet.errors import InvalidRequest, RouteError
+
+
+@dataclass(frozen=True, slots=True)
+class LayerSpan:
+    """The half-open layer range `[start, end)`, never empty."""
+
+    start: int
+    end: int
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.start < self.end:
+            raise InvalidRequest(
+                f"span [{self.start}, {self.end}) is not a layer range",
+                field="span",
+                value=str(self),
+                allowed="0 <= start < end",
+            )
+
+    def __str__(self) -> str:
+        return f"{self.start}-{self.end}"
+
+    def __len__(self) -> int:
+        return self.end - self.start
+
+    def __contains__(self, layer: object) -> bool:
+        return isinstance(layer, int) and self.start <= layer < self.end
+
+    @classmethod
+    def parse(cls, text: str) -> LayerSpan:
+        """Read `"0-15"`, which is `[0, 15)`.
+
+        Raises:
+            InvalidRequest: `text` is not two numbers joined by `-`, or the range is empty.
+        """
+        start, separator, end = text.partition("-")
+        if not (separator and start.isdecimal() and end.isdecimal()):
+            raise InvalidRequest(
+                f"layers {text!r} is not a layer range",
+                field="layers",
+                value=text,
+                allowed="START-END with START < END, for example 0-15 for layers 0 to 14",
+            )
+        return cls(int(start), int(end))
+
+
+def even_spans(n_layers: int, n_shards: int) -> list[LayerSpan]:
+    """Split `n_layers` over `n_shards` as evenly as whole layers allow, the longer spans first.
+
+    Raises:
+        InvalidRequest: There are fewer layers than shards, or no shard.
+    """
+    if not 1 <= n_shards <= n_layers:
+        raise InvalidRequest(
+            f"{n_layers} layers cannot be split over {n_shards} shards",
+            field="shards",
+            value=n_shards,
+            allowed=f"1 to {n_layers}",
+        )
+    size, extra = divmod(n_layers, n_shards)
+    starts = [i * size + min(i, extra) for i in range(n_shards + 1)]
+    return [LayerSpan(a, b) for a, b in pairwise(starts)]
+
+
+@dataclass(frozen=True, slots=True)
+class HopSpec:
+    """A hop as the operator or caller names it; `start_layer` None is the shard's first layer."""
+
+    endpoint: str
+    start_layer: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ShardFacts:
+    """What a shard says of itself, as far as a route depends on it."""
+
+    model: str
+    revision: str
+    fingerprint: str
+    span: LayerSpan
+    n_layers: int
+    hidden_size: int
+    vocab_size: int
+    dtype: str
+    max_positions: int
+    kv_cache: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Hop:
+    """One shard on a route; it runs `layers` (its span from the hop's start layer on)."""
+
+    endpoint: str
+    layers: LayerSpan
+    facts: ShardFacts
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """Ordered hops that tile `[0, n_layers)` exactly once."""
+
+    hops: tuple[Hop, ...]
+
+    @property
+    def stateless(self) -> bool:
+        """Whether some hop keeps no cache, so that every step must be a full prefill."""
+        return not all(hop.facts.kv_cache for hop in self.hops)
+
+    @property
+    def max_positions(self) -> int:
+        """The longest sequence, in tokens, that every hop can take."""
+        return min(hop.facts.max_positions for hop in self.hops)
+
+
+def build_route(specs: Sequence[HopSpec], facts: Sequence[ShardFacts]) -> Route:
+    """Make a route of the hops in the order given.
+
+    Args:
+        specs: The hops, first layer's hop first.
+        facts: What each of them says of itself, in the same order.
+
+    Raises:
+        RouteError: A hop names another model than the first, a start layer lies outside its hop's
+            span, or the layers run leave a gap, run twice, or do not end at the last layer.
+    """
+    if not specs:
+        raise RouteError(
+            "a route needs at least one hop", field="route", value=[], allowed="1+ hops"
+        )
+    hops = tuple(_make_hop(spec, fact) for spec, fact in zip(specs, facts, strict=True))
+    _check_one_model(hops)
+    _check_tiling(hops)
+    return Route(hops)
+
+
+def _make_hop(spec: HopSpec, facts: ShardFacts) -> Hop:
+    start = facts.span.start if spec.start_layer is None else spec.start_layer
+    if start not in facts.span:
+        raise RouteError(
+            f"start layer {start} is outside the span {facts.span} of {spec.endpoint}",
+            field="start_layer",
+            value=start,
+            allowed=f"{facts.span.start} to {facts.span.end - 1}",
+            endpoint=spec.endpoint,
+        )
+    return Hop(spec.endpoint, LayerSpan(start, facts.span.end), facts)
+
+
+def _check_one_model(hops: Sequence[Hop]) -> None:
+    first = hops[0]
+    for hop in hops[1:]:
+        for field in ("revision", "n_layers", "hidden_size", "dtype"):
+            ours, theirs = getattr(first.facts, field), getattr(hop.facts, field)
+            if ours != theirs:
+                raise RouteError(
+                    f"{hop.endpoint} serves another model than {first.endpoint}: "
+                    f"{field} {theirs} ({hop.facts.model}) against {ours} ({first.facts.model})",
+                    field=field,
+                    value=theirs,
+                    allowed=ours,
+                    endpoint=hop.endpoint,
+                )
+
+
+def _check_tiling(hops: Sequence[Hop]) -> None:
+    at = 0
+    for hop in hops:
+        if hop.layers.start != at:
+            fault = "leaves a gap" if hop.layers.start > at else "runs layers twice"
+            raise RouteError(
+                f"the route {fault}: layer {at} comes next, {hop.endpoint} starts at "
+                f"{hop.layers.start}",
+                field="start_layer",
+                value=hop.layers.start,
+                allowed=at,
+                endpoint=hop.endpoint,
+            )
+        at = hop.layers.end
+    n_layers = hops[0].facts.n_layers
+    if at != n_layers:
+        raise RouteError(
+            f"the route ends at layer {at}, the model has {n_layers}: "
+            f"layers {at} to {n_layers - 1} are missing",
+            field="route",
+            value=at,
+            allowed=n_layers,
+        )

@@ -1,0 +1,181 @@
+"""The headers of one step: names, limits, and both directions of the translation.
+
+Protocol version 1, docs/wire-protocol.md. A change here is a change of the protocol.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Final, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, Json, ValidationError
+
+from meshnet.errors import InvalidRequest
+from meshnet.generation import Sampling
+from meshnet.ids import TOKEN_PATTERN
+from meshnet.wire.frames import Dtype
+
+PROTOCOL_VERSION: Final = 1
+
+CacheMode = Literal["prefill", "decode", "stateless"]
+
+SESSION: Final = "X-Meshnet-Session"
+CACHE: Final = "X-Meshnet-Cache"
+PAST_LEN: Final = "X-Meshnet-Past-Len"
+SHAPE: Final = "X-Meshnet-Shape"
+DTYPE: Final = "X-Meshnet-Dtype"
+START_LAYER: Final = "X-Meshnet-Start-Layer"
+FINGERPRINT: Final = "X-Meshnet-Fingerprint"
+STEP: Final = "X-Meshnet-Step"
+SAMPLING: Final = "X-Meshnet-Sampling"
+REQUEST_ID: Final = "X-Request-Id"
+TRACEPARENT: Final = "traceparent"
+# Answers only: where the time went, milliseconds.
+QUEUE_MS: Final = "X-Meshnet-Queue-Ms"
+COMPUTE_MS: Final = "X-Meshnet-Compute-Ms"
+# The public endpoint: a pinned route.
+ROUTE: Final = "X-Meshnet-Route"
+
+_MAX_AXIS: Final = 2**31 - 1
+
+
+def _split_shape(value: object) -> object:
+    return [part.strip() for part in value.split(",")] if isinstance(value, str) else value
+
+
+Axis = Annotated[int, Field(ge=1, le=_MAX_AXIS)]
+Shape = Annotated[
+    tuple[Axis, ...], BeforeValidator(_split_shape), Field(min_length=2, max_length=3)
+]
+Token = Annotated[str, Field(pattern=TOKEN_PATTERN)]
+
+
+class StepHeaders(BaseModel):
+    """One step's headers. Lax on purpose (a header is text), and blind to headers not ours."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore", populate_by_name=True)
+
+    session: Annotated[Token | None, Field(alias=SESSION)] = None
+    cache: Annotated[CacheMode, Field(alias=CACHE)] = "stateless"
+    past_len: Annotated[int, Field(alias=PAST_LEN, ge=0, le=_MAX_AXIS)] = 0
+    shape: Annotated[Shape, Field(alias=SHAPE)]
+    dtype: Annotated[Dtype, Field(alias=DTYPE)]
+    start_layer: Annotated[int | None, Field(alias=START_LAYER, ge=0, le=_MAX_AXIS)] = None
+    fingerprint: Annotated[Token | None, Field(alias=FINGERPRINT)] = None
+    step: Annotated[Token | None, Field(alias=STEP)] = None
+    sampling: Annotated[Json[Sampling] | None, Field(alias=SAMPLING)] = None
+    request_id: Annotated[Token | None, Field(alias=REQUEST_ID)] = None
+    traceparent: Annotated[str | None, Field(alias=TRACEPARENT, max_length=256)] = None
+
+
+_ALIASES: Final = {
+    str(field.alias).lower(): str(field.alias) for field in StepHeaders.model_fields.values()
+}
+
+_ALLOWED: Final = {
+    SESSION: "1-128 characters of [A-Za-z0-9._-]",
+    CACHE: "prefill, decode, stateless",
+    PAST_LEN: "0 to 2147483647",
+    SHAPE: "1,TOKENS for token ids or 1,TOKENS,HIDDEN for hidden states, each at least 1",
+    DTYPE: "int32, float32, bfloat16, float16",
+    START_LAYER: "0 to 2147483647",
+    FINGERPRINT: "1-128 characters of [A-Za-z0-9._-]",
+    STEP: "1-128 characters of [A-Za-z0-9._-]",
+    SAMPLING: 'JSON such as {"temperature": 0.7, "top_p": 0.9, "top_k": 0, "seed": 1}',
+    REQUEST_ID: "1-128 characters of [A-Za-z0-9._-]",
+    TRACEPARENT: "at most 256 characters",
+}
+
+
+def parse(headers: Mapping[str, str]) -> StepHeaders:
+    """Read a request's headers.
+
+    Raises:
+        InvalidRequest: A header is missing, malformed or out of range, or two of them contradict
+            each other. `field`, `value` and `allowed` name the first one.
+    """
+    ours = {_ALIASES[k.lower()]: v for k, v in headers.items() if k.lower() in _ALIASES}
+    try:
+        step = StepHeaders.model_validate(ours)
+    except ValidationError as error:
+        raise _to_invalid_request(error, ours) from error
+    _check_together(step)
+    return step
+
+
+def _to_invalid_request(error: ValidationError, ours: Mapping[str, str]) -> InvalidRequest:
+    first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+    field = str(first["loc"][0])
+    where = ".".join(str(part) for part in first["loc"])
+    return InvalidRequest(
+        f"{where}: {first['msg']}",
+        field=field,
+        value=ours.get(field, "")[:200],  # a limit, so that an error is never a copy of the input
+        allowed=_ALLOWED[field],
+    )
+
+
+def _check_together(step: StepHeaders) -> None:
+    if step.cache != "stateless" and step.session is None:
+        raise InvalidRequest(
+            f"{SESSION} is missing: a cached step belongs to a session",
+            field=SESSION,
+            value=None,
+            allowed=_ALLOWED[SESSION],
+        )
+    if step.cache == "stateless" and step.past_len:
+        raise InvalidRequest(
+            f"{PAST_LEN} is {step.past_len}, but a stateless step has no past",
+            field=PAST_LEN,
+            value=step.past_len,
+            allowed=0,
+        )
+    if step.cache == "decode" and not step.past_len:
+        raise InvalidRequest(
+            f"{PAST_LEN} is 0, but a decode continues a session",
+            field=PAST_LEN,
+            value=0,
+            allowed="1 or more; the first step of a session is a prefill",
+        )
+
+
+def render(step: StepHeaders) -> dict[str, str]:
+    """The headers as they are sent; what is None is left out."""
+    optional: dict[str, str | None] = {
+        SESSION: step.session,
+        START_LAYER: None if step.start_layer is None else str(step.start_layer),
+        FINGERPRINT: step.fingerprint,
+        STEP: step.step,
+        SAMPLING: None if step.sampling is None else step.sampling.model_dump_json(),
+        REQUEST_ID: step.request_id,
+        TRACEPARENT: step.traceparent,
+    }
+    return {
+        CACHE: step.cache,
+        PAST_LEN: str(step.past_len),
+        SHAPE: render_shape(step.shape),
+        DTYPE: step.dtype,
+        **{name: value for name, value in optional.items() if value is not None},
+    }
+
+
+def render_shape(shape: tuple[int, ...]) -> str:
+    """A shape as `X-Meshnet-Shape` carries it."""
+    return ",".join(map(str, shape))
+
+
+def parse_shape(text: str) -> tuple[int, ...]:
+    """A shape from `X-Meshnet-Shape`.
+
+    Raises:
+        InvalidRequest: `text` is not whole numbers joined by commas.
+    """
+    parts = text.split(",")
+    if not all(part.isdecimal() for part in parts):
+        raise InvalidRequest(
+            f"{SHAPE}: {text[:200]!r} is no shape",
+            field=SHAPE,
+            value=text[:200],
+            allowed=_ALLOWED[SHAPE],
+        )
+    return tuple(map(int, parts))

@@ -1,0 +1,95 @@
+"""The JSON bodies of the protocol: what a tail answers, and what a shard says of itself."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt
+
+from meshnet.topology import LayerSpan, ShardFacts
+from meshnet.wire.frames import Dtype
+from meshnet.wire.headers import PROTOCOL_VERSION
+
+ShardState = Literal["loading", "ready", "failed"]
+
+
+class TailAnswer(BaseModel):
+    """The tail's answer to one step.
+
+    `token_id` is None when nothing was to be sampled. A tail of a mixed fleet may know text only:
+    then `text` is set, and "" is the end of the sequence.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+    token_id: int | None = None
+    text: str | None = None
+
+
+class ShardLimits(BaseModel):
+    """What one shard takes."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+    max_step_tokens: PositiveInt
+    max_sessions: PositiveInt
+    cache_ttl_s: float = Field(gt=0)
+    cache_bytes: PositiveInt
+
+
+class CacheUse(BaseModel):
+    """What one shard's cache holds now."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+    sessions: NonNegativeInt
+    leases: NonNegativeInt
+    cached_bytes: NonNegativeInt
+
+
+class ShardInfo(BaseModel):
+    """`GET /v1/shard`."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+    protocol: int = PROTOCOL_VERSION
+    boot_id: str
+    model: str
+    revision: str
+    fingerprint: str
+    start_layer: NonNegativeInt
+    end_layer: PositiveInt
+    n_layers: PositiveInt
+    hidden_size: PositiveInt
+    vocab_size: PositiveInt
+    dtype: Dtype
+    max_positions: PositiveInt
+    kv_cache: bool = True
+    limits: ShardLimits
+    cache: CacheUse
+
+    def facts(self) -> ShardFacts:
+        """The part that a route depends on."""
+        return ShardFacts(
+            model=self.model,
+            revision=self.revision,
+            fingerprint=self.fingerprint,
+            span=LayerSpan(self.start_layer, self.end_layer),
+            n_layers=self.n_layers,
+            hidden_size=self.hidden_size,
+            vocab_size=self.vocab_size,
+            dtype=self.dtype,
+            max_positions=self.max_positions,
+            kv_cache=self.kv_cache,
+        )
+
+
+class ShardReadiness(BaseModel):
+    """`GET /readyz` of a shard."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+    state: ShardState
+    reason: str | None = None
+    loaded_bytes: NonNegativeInt = 0
+    total_bytes: NonNegativeInt = 0
