@@ -1,0 +1,56 @@
+"""The head's settings, read once from `MESHNET_HEAD_*`."""
+
+from __future__ import annotations
+
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    SecretStr,
+)
+from pydantic_settings import BaseSettings, SettingsConfigDict
+
+from meshnet.observability import LogFormat
+
+
+class HopSetting(BaseModel):
+    """One hop of the configured route."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    endpoint: str = Field(pattern=r"^https?://[^/]+$")
+    start_layer: NonNegativeInt | None = None
+
+
+class HeadSettings(BaseSettings):
+    """Which route the head drives and within what limits. A malformed value stops the start."""
+
+    model_config = SettingsConfigDict(env_prefix="MESHNET_HEAD_", frozen=True, extra="ignore")
+
+    model: str = Field(min_length=1)
+    """A folder with config and tokenizer (weights are not read), or a Hugging Face id."""
+    served_model_name: str | None = None
+    """The id clients use; None is the folder's or repository's name."""
+    route: tuple[HopSetting, ...] = Field(min_length=1)
+    """JSON: [{"endpoint": "http://host:port", "start_layer": 0}, ...], first hop first."""
+
+    prefill_chunk_tokens: PositiveInt = 512
+    max_body_bytes: PositiveInt = 8 * 1024**2
+    max_concurrent_requests: PositiveInt = 16
+    """More than these at once are answered 503 with Retry-After."""
+
+    connect_timeout_s: PositiveFloat = 5.0
+    step_timeout_s: PositiveFloat = 120.0
+    """The longest a hop may take for one step."""
+    recovery_timeout_s: PositiveFloat = 60.0
+    """The longest one token may take to recover, waiting for a lost hop included."""
+    max_rebuilds_per_token: PositiveInt = 4
+    route_poll_s: PositiveFloat = 2.0
+    """How often the hops are asked whether they are ready."""
+
+    cluster_key: SecretStr | None = None
+    """Sent to every shard; a caller who pins a route must show it as bearer token."""
+    log_format: LogFormat = "console"
