@@ -1,0 +1,219 @@
+"""Loads one span of a checkpoint into memory, tensor by tensor, and nothing else of it."""
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
+# pyright: reportUnknownArgumentType=false
+# pyright: reportMissingTypeStubs=false
+# transformers types its loader loosely.
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, cast
+
+import torch
+from transformers import PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import (
+    WeightConverter,
+    WeightRenaming,
+    convert_and_load_state_dict_in_model,
+    rename_source_key,
+)
+from transformers.modeling_utils import LoadStateDictConfig
+from transformers.utils import logging as transformers_logging
+
+from meshnet.errors import ModelError
+from meshnet.model import split
+from meshnet.model.checkpoint import Checkpoint, LazyTensor, open_checkpoint, revision
+from meshnet.model.gguf_file import GgufCheckpoint
+from meshnet.model.tensors import torch_dtype
+from meshnet.model.torch_stage import TorchStage
+from meshnet.topology import LayerSpan, ShardFacts
+from meshnet.wire.frames import Dtype
+
+Progress = Callable[[int], None]
+"""Called with the bytes read so far."""
+
+_LAYER = re.compile(r"(?<=\blayers\.)(\d+)(?=\.)")
+
+
+@dataclass(frozen=True)
+class StagePlan:
+    """A span that is known to be loadable, before a weight of it is read."""
+
+    model: str
+    checkpoint: Checkpoint
+    piece: split.Piece
+    facts: ShardFacts
+    names: Mapping[str, str]
+    """Tensor name in the stage to tensor name in the checkpoint."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the span's tensors in the stage's dtype."""
+        return sum(t.nbytes for t in _tensors(self.piece.model).values())
+
+
+def plan_stage(model: str, span: LayerSpan, dtype: Dtype) -> StagePlan:
+    """Check that `span` of `model` can be run here; reads headers and directories only.
+
+    Raises:
+        ModelError: The model is not there or damaged, cannot be split as asked, or lacks tensors.
+    """
+    checkpoint = open_checkpoint(model)
+    config = checkpoint.config()
+    skeleton = split.build_skeleton(config, torch_dtype(dtype))
+    names = checkpoint.names(skeleton)
+    total = split.n_layers(skeleton)
+    tied = _tied(skeleton)
+    piece = split.cut(skeleton, span)
+    facts = ShardFacts(
+        model=model,
+        revision=revision(config, names),
+        fingerprint="",
+        span=span,
+        n_layers=total,
+        hidden_size=config.hidden_size,
+        vocab_size=config.vocab_size,
+        dtype=dtype,
+        max_positions=config.max_position_embeddings,
+        kv_cache=True,
+    )
+    return StagePlan(model, checkpoint, piece, facts, _own_names(names, span, piece, tied))
+
+
+def load_stage(plan: StagePlan, progress: Progress = lambda _: None) -> TorchStage:
+    """Read the span's tensors.
+
+    Args:
+        plan: Consumed: the stage is made of its skeleton.
+        progress: Called after every tensor.
+
+    Raises:
+        ModelError: A tensor is missing, damaged or of another shape.
+    """
+    model = plan.piece.model
+    lazy = plan.checkpoint.open(set(plan.names.values()))
+    meter = _Meter(progress)
+    state = {name: _Metered(lazy[source], meter) for name, source in plan.names.items()}
+    _fill(model, state, converted=not isinstance(plan.checkpoint, GgufCheckpoint))
+    model.eval().requires_grad_(requires_grad=False)
+    fingerprint = _fingerprint(plan.facts, model)
+    facts = replace(plan.facts, fingerprint=fingerprint)
+    return TorchStage(plan.piece, facts)
+
+
+def _tied(skeleton: PreTrainedModel) -> Mapping[str, str]:
+    """Parameters that are another one's twin, e.g. `lm_head.weight` of `embed_tokens.weight`."""
+    if not getattr(skeleton.config, "tie_word_embeddings", False):
+        return {}
+    keys: Any = getattr(skeleton, "_tied_weights_keys", None)  # there is no public name
+    return dict(keys) if isinstance(keys, dict) else {}
+
+
+def _own_names(
+    names: Collection[str], span: LayerSpan, piece: split.Piece, tied: Mapping[str, str]
+) -> dict[str, str]:
+    """The checkpoint's tensors that the span owns, by the name they get in the stage."""
+    own: dict[str, str] = {}
+    for name in names:
+        match = _LAYER.search(name)
+        if match is None:
+            own[name] = name
+        elif int(match[0]) in span:
+            own[_LAYER.sub(str(int(match[0]) - span.start), name, count=1)] = name
+    wanted = _Wanted(piece.model)
+    for twin, original in tied.items():
+        if twin in wanted and twin not in own and original in own:
+            own[twin] = own[original]
+    return {local: name for local, name in own.items() if local in wanted}
+
+
+class _Wanted:
+    """The checkpoint names that end up in the stage, after the renames that the loader makes."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        mapping = get_model_conversion_mapping(model)
+        self._renamings = [step for step in mapping if isinstance(step, WeightRenaming)]
+        self._converters = [step for step in mapping if isinstance(step, WeightConverter)]
+        self._prefix = model.base_model_prefix
+        self._targets = model.state_dict()
+
+    def __contains__(self, name: str) -> bool:
+        renamed, _ = rename_source_key(
+            name, self._renamings, self._converters, self._prefix, self._targets
+        )
+        return renamed in self._targets
+
+
+def _tensors(model: PreTrainedModel) -> dict[str, torch.Tensor]:
+    return dict(model.state_dict(keep_vars=True))
+
+
+def _fill(model: PreTrainedModel, state: Mapping[str, LazyTensor], *, converted: bool) -> None:
+    """Let transformers' own loader fill the skeleton, renames and expert merging included."""
+    transformers_logging.disable_progress_bar()
+    mapping = get_model_conversion_mapping(model) if converted else []
+    config = LoadStateDictConfig(dtype=model.dtype, weight_mapping=cast("Any", mapping))
+    try:
+        report, _ = convert_and_load_state_dict_in_model(model, dict(state), config)
+    except (OSError, ValueError, RuntimeError) as error:
+        raise ModelError(f"the weights cannot be read: {error}", field="model") from error
+    faults = [
+        ("missing", report.missing_keys),
+        ("of another shape", report.mismatched_keys),
+        ("not convertible", report.conversion_errors),
+    ]
+    for fault, keys in faults:
+        if keys:
+            some = ", ".join(sorted(map(str, keys))[:4])
+            raise ModelError(
+                f"{len(keys)} tensors are {fault}: {some}",
+                field="model",
+                value=some,
+                allowed="a checkpoint with every tensor of the span",
+            )
+    _make_buffers(model)
+
+
+def _make_buffers(model: PreTrainedModel) -> None:
+    """Compute what no checkpoint holds: rotary frequencies, embedding scales."""
+    for module in model.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            if buffer.is_meta:
+                setattr(module, name, torch.empty_like(buffer, device="cpu"))
+    model.initialize_weights()
+
+
+def _fingerprint(facts: ShardFacts, model: PreTrainedModel) -> str:
+    """Digest of the model's revision, the span, the dtype and every tensor the stage holds."""
+    digest = hashlib.sha256(f"{facts.revision}:{facts.span}:{facts.dtype}".encode())
+    for name, tensor in sorted(_tensors(model).items()):
+        digest.update(name.encode())
+        digest.update(cast("Any", tensor.detach().contiguous().view(torch.uint8).numpy()))
+    return digest.hexdigest()[:32]
+
+
+class _Meter:
+    def __init__(self, progress: Progress) -> None:
+        self._progress = progress
+        self._seen = 0
+
+    def add(self, nbytes: int) -> None:
+        self._seen += nbytes
+        self._progress(self._seen)
+
+
+class _Metered:
+    """A lazy tensor that tells when it was read."""
+
+    def __init__(self, tensor: LazyTensor, meter: _Meter) -> None:
+        self._tensor = tensor
+        self._meter = meter
+
+    def __getitem__(self, index: Any) -> torch.Tensor:  # noqa: ANN401  # as slices of tensors go
+        value = self._tensor[index]
+        self._meter.add(value.nbytes)
+        return value
