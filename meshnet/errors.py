@@ -2,7 +2,10 @@
 
 MeshError
 ├── InvalidRequest            400  this request is wrong; repeating it cannot help
-│   └── PayloadTooLarge       413
+│   ├── PayloadTooLarge       413
+│   ├── ModelNotFound         404  no model of that name is served
+│   ├── UnsupportedParameter       a parameter we know and do not implement
+│   └── ContextLengthExceeded      prompt and answer do not fit the model's context
 ├── Unauthorized              401
 ├── Forbidden                 403
 ├── SessionError              409  the session's state and the step do not fit
@@ -71,6 +74,25 @@ class PayloadTooLarge(InvalidRequest):
 
     code = "payload_too_large"
     status = 413
+
+
+class ModelNotFound(InvalidRequest):
+    """No model of that name is served; `allowed` lists those that are."""
+
+    code = "model_not_found"
+    status = 404
+
+
+class UnsupportedParameter(InvalidRequest):
+    """The parameter would change the answer and is not implemented; `field` names it."""
+
+    code = "unsupported_parameter"
+
+
+class ContextLengthExceeded(InvalidRequest):
+    """The prompt and the answer asked for are longer together than the model's context."""
+
+    code = "context_length_exceeded"
 
 
 class Unauthorized(MeshError):

@@ -39,6 +39,9 @@ def configure_logging(log_format: LogFormat = "console", level: int = logging.IN
     root = logging.getLogger()
     root.handlers = [handler]
     root.setLevel(level)
-    # One line a request at INFO, for every token: the services log a step themselves.
-    logging.getLogger("httpx").setLevel(logging.WARNING)
-    logging.getLogger("httpcore").setLevel(logging.WARNING)
+    for name in ("uvicorn", "uvicorn.error"):
+        logging.getLogger(name).handlers = []
+        logging.getLogger(name).propagate = True
+    # A line a request would be a line a token: the services log a step themselves.
+    for name in ("httpx", "httpcore", "uvicorn.access"):
+        logging.getLogger(name).setLevel(logging.WARNING)

@@ -91,7 +91,8 @@ class ShardFacts:
     vocab_size: int
     dtype: str
     max_positions: int
-    kv_cache: bool
+    kv_cache: bool = True
+    max_step_tokens: int = 2**31 - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +119,11 @@ class Route:
     def max_positions(self) -> int:
         """The longest sequence, in tokens, that every hop can take."""
         return min(hop.facts.max_positions for hop in self.hops)
+
+    @property
+    def max_step_tokens(self) -> int:
+        """The longest step, in tokens, that every hop takes."""
+        return min(hop.facts.max_step_tokens for hop in self.hops)
 
 
 def build_route(specs: Sequence[HopSpec], facts: Sequence[ShardFacts]) -> Route:

@@ -33,7 +33,6 @@ def fake_facts(span: LayerSpan, n_layers: int = 4, vocab_size: int = 64) -> Shar
         vocab_size=vocab_size,
         dtype="float32",
         max_positions=512,
-        kv_cache=True,
     )
 
 

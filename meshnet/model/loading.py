@@ -49,15 +49,49 @@ class StagePlan:
     facts: ShardFacts
     names: Mapping[str, str]
     """Tensor name in the stage to tensor name in the checkpoint."""
+    twins: frozenset[str]
+    """Parameters of the stage that share another one's memory."""
+    n_threads: int | None
 
     @property
     def nbytes(self) -> int:
         """Bytes of the span's tensors in the stage's dtype."""
-        return sum(t.nbytes for t in _tensors(self.piece.model).values())
+        tensors = _tensors(self.piece.model)
+        return sum(t.nbytes for name, t in tensors.items() if name not in self.twins)
+
+    def load(self, progress: Progress = lambda _: None) -> TorchStage:
+        """Read the span's tensors; the plan is spent: the stage is made of its skeleton.
+
+        Args:
+            progress: Called after every tensor.
+
+        Raises:
+            ModelError: A tensor is missing, damaged or of another shape.
+        """
+        if self.n_threads is not None:
+            torch.set_num_threads(self.n_threads)
+        model = self.piece.model
+        lazy = self.checkpoint.open(set(self.names.values()))
+        meter = _Meter(progress)
+        state = {name: _Metered(lazy[source], meter) for name, source in self.names.items()}
+        mapping = [] if isinstance(self.checkpoint, GgufCheckpoint) else _conversions(model)
+        _fill(model, state, mapping, self.twins)
+        model.eval().requires_grad_(requires_grad=False)
+        return TorchStage(
+            self.piece, replace(self.facts, fingerprint=_fingerprint(self.facts, model))
+        )
 
 
-def plan_stage(model: str, span: LayerSpan, dtype: Dtype) -> StagePlan:
+def plan_stage(
+    model: str, span: LayerSpan, dtype: Dtype, *, n_threads: int | None = None
+) -> StagePlan:
     """Check that `span` of `model` can be run here; reads headers and directories only.
+
+    Args:
+        model: See `open_checkpoint`.
+        span: Layers to run.
+        dtype: Of weights, activations and caches.
+        n_threads: Threads that torch computes with in this process; None leaves its choice.
 
     Raises:
         ModelError: The model is not there or damaged, cannot be split as asked, or lacks tensors.
@@ -79,30 +113,11 @@ def plan_stage(model: str, span: LayerSpan, dtype: Dtype) -> StagePlan:
         vocab_size=config.vocab_size,
         dtype=dtype,
         max_positions=config.max_position_embeddings,
-        kv_cache=True,
     )
-    return StagePlan(model, checkpoint, piece, facts, _own_names(names, span, piece, tied))
-
-
-def load_stage(plan: StagePlan, progress: Progress = lambda _: None) -> TorchStage:
-    """Read the span's tensors.
-
-    Args:
-        plan: Consumed: the stage is made of its skeleton.
-        progress: Called after every tensor.
-
-    Raises:
-        ModelError: A tensor is missing, damaged or of another shape.
-    """
-    model = plan.piece.model
-    lazy = plan.checkpoint.open(set(plan.names.values()))
-    meter = _Meter(progress)
-    state = {name: _Metered(lazy[source], meter) for name, source in plan.names.items()}
-    _fill(model, state, converted=not isinstance(plan.checkpoint, GgufCheckpoint))
-    model.eval().requires_grad_(requires_grad=False)
-    fingerprint = _fingerprint(plan.facts, model)
-    facts = replace(plan.facts, fingerprint=fingerprint)
-    return TorchStage(plan.piece, facts)
+    held = piece.model.state_dict()
+    twins = frozenset(twin for twin, original in tied.items() if {twin, original} <= held.keys())
+    own_names = _own_names(names, span, piece, tied)
+    return StagePlan(model, checkpoint, piece, facts, own_names, twins, n_threads)
 
 
 def _tied(skeleton: PreTrainedModel) -> Mapping[str, str]:
@@ -126,7 +141,7 @@ def _own_names(
             own[_LAYER.sub(str(int(match[0]) - span.start), name, count=1)] = name
     wanted = _Wanted(piece.model)
     for twin, original in tied.items():
-        if twin in wanted and twin not in own and original in own:
+        if twin in wanted and original not in wanted and twin not in own and original in own:
             own[twin] = own[original]
     return {local: name for local, name in own.items() if local in wanted}
 
@@ -135,7 +150,7 @@ class _Wanted:
     """The checkpoint names that end up in the stage, after the renames that the loader makes."""
 
     def __init__(self, model: PreTrainedModel) -> None:
-        mapping = get_model_conversion_mapping(model)
+        mapping = _conversions(model)
         self._renamings = [step for step in mapping if isinstance(step, WeightRenaming)]
         self._converters = [step for step in mapping if isinstance(step, WeightConverter)]
         self._prefix = model.base_model_prefix
@@ -148,21 +163,30 @@ class _Wanted:
         return renamed in self._targets
 
 
+def _conversions(model: PreTrainedModel) -> list[Any]:
+    """Renames and mergings from the checkpoint's names to the family's own."""
+    return get_model_conversion_mapping(model)
+
+
 def _tensors(model: PreTrainedModel) -> dict[str, torch.Tensor]:
     return dict(model.state_dict(keep_vars=True))
 
 
-def _fill(model: PreTrainedModel, state: Mapping[str, LazyTensor], *, converted: bool) -> None:
+def _fill(
+    model: PreTrainedModel,
+    state: Mapping[str, LazyTensor],
+    mapping: list[Any],
+    twins: frozenset[str],
+) -> None:
     """Let transformers' own loader fill the skeleton, renames and expert merging included."""
     transformers_logging.disable_progress_bar()
-    mapping = get_model_conversion_mapping(model) if converted else []
-    config = LoadStateDictConfig(dtype=model.dtype, weight_mapping=cast("Any", mapping))
+    config = LoadStateDictConfig(dtype=model.dtype, weight_mapping=mapping)
     try:
         report, _ = convert_and_load_state_dict_in_model(model, dict(state), config)
     except (OSError, ValueError, RuntimeError) as error:
         raise ModelError(f"the weights cannot be read: {error}", field="model") from error
     faults = [
-        ("missing", report.missing_keys),
+        ("missing", report.missing_keys - twins),
         ("of another shape", report.mismatched_keys),
         ("not convertible", report.conversion_errors),
     ]
@@ -175,6 +199,8 @@ def _fill(model: PreTrainedModel, state: Mapping[str, LazyTensor], *, converted:
                 value=some,
                 allowed="a checkpoint with every tensor of the span",
             )
+    if twins:
+        model.tie_weights()
     _make_buffers(model)
 
 

@@ -6,13 +6,12 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Final, Literal, get_args
+from typing import Final, Literal
 
 from meshnet.errors import InvalidRequest
 
 Dtype = Literal["int32", "float32", "bfloat16", "float16"]
 
-DTYPES: Final[tuple[str, ...]] = get_args(Dtype)
 ITEMSIZE: Final[dict[Dtype, int]] = {"int32": 4, "float32": 4, "bfloat16": 2, "float16": 2}
 
 

@@ -13,7 +13,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, Json, Valida
 from meshnet.errors import InvalidRequest
 from meshnet.generation import Sampling
 from meshnet.ids import TOKEN_PATTERN
-from meshnet.wire.frames import Dtype
+from meshnet.wire.frames import ITEMSIZE, Dtype
 
 PROTOCOL_VERSION: Final = 1
 
@@ -162,6 +162,23 @@ def render(step: StepHeaders) -> dict[str, str]:
 def render_shape(shape: tuple[int, ...]) -> str:
     """A shape as `X-Meshnet-Shape` carries it."""
     return ",".join(map(str, shape))
+
+
+def parse_dtype(text: str) -> Dtype:
+    """A dtype from `X-Meshnet-Dtype`.
+
+    Raises:
+        InvalidRequest: There is no such dtype on the wire.
+    """
+    for dtype in ITEMSIZE:
+        if dtype == text:
+            return dtype
+    raise InvalidRequest(
+        f"{DTYPE}: {text[:200]!r} is no dtype",
+        field=DTYPE,
+        value=text[:200],
+        allowed=_ALLOWED[DTYPE],
+    )
 
 
 def parse_shape(text: str) -> tuple[int, ...]:

@@ -81,6 +81,7 @@ class ShardInfo(BaseModel):
             dtype=self.dtype,
             max_positions=self.max_positions,
             kv_cache=self.kv_cache,
+            max_step_tokens=self.limits.max_step_tokens,
         )
 
 

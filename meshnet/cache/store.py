@@ -1,0 +1,404 @@
+"""The sessions' cache states on one shard: leased for a step, kept for the next one.
+
+A state is opaque here: it has a size. What is in it, and how a step is run, is not known here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter, OrderedDict
+from collections.abc import AsyncIterator, Callable, Iterable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Final, Generic, Protocol, TypeVar
+
+from meshnet.cache.policy import CacheKey, CacheLimits, EntryView, Need, Plan, plan_room
+from meshnet.errors import CacheFull, CacheMiss, MissReason, SessionBusy
+from meshnet.ids import SessionId, StepId
+
+Clock = Callable[[], float]
+"""Seconds that never go back; the zero is of no meaning."""
+
+REMEMBERED_SESSIONS: Final = 1024
+"""How many ended sessions the store can still give a reason for."""
+
+
+class HasNbytes(Protocol):
+    """What the store needs of a state."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of memory the state holds now."""
+        ...
+
+
+StateT = TypeVar("StateT", bound=HasNbytes)
+
+
+@dataclass(frozen=True, slots=True)
+class StepRef:
+    """Which step this is; one with the same id at the same position is the same step again.
+
+    Attributes:
+        step_id: None for a step that cannot be told from another, and so is never replayed.
+        past_len: Tokens the state must already hold.
+    """
+
+    step_id: StepId | None
+    past_len: int
+
+
+@dataclass(frozen=True, slots=True)
+class CacheUsage:
+    """What the store holds now.
+
+    Attributes:
+        sessions: Sessions held, leased ones included.
+        leases: Sessions a step is using.
+        cached_bytes: Bytes of states and stored answers, as of each session's last step.
+    """
+
+    sessions: int
+    leases: int
+    cached_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Commit:
+    n_tokens: int
+    answer: object
+    answer_nbytes: int
+    state_nbytes: int
+
+
+class Lease(Generic[StateT]):
+    """Exclusive use of one session's state for one step, or the answer to a step repeated.
+
+    Attributes:
+        replay: The answer stored when this step was first run, else None. Where it is set there
+            is nothing to run and no state is lent.
+        committed: What `commit` recorded; the store reads it when the lease is left.
+    """
+
+    def __init__(self, state: StateT | None, *, replay: object | None = None) -> None:
+        self._state = state
+        self.replay = replay
+        self.committed: _Commit | None = None
+
+    @property
+    def state(self) -> StateT:
+        """The session's state; the step mutates it.
+
+        Raises:
+            RuntimeError: The lease is a replay.
+        """
+        if self._state is None:
+            raise RuntimeError("a replay lends no state: the step was already run")
+        return self._state
+
+    def commit(self, *, n_tokens: int, answer: object, answer_nbytes: int) -> None:
+        """Declare the step whole. The store takes it over when the lease is left.
+
+        Args:
+            n_tokens: How many tokens the step added to the state.
+            answer: What a repeat of this step is to be answered; not None.
+            answer_nbytes: Bytes of memory the stored answer takes.
+
+        Raises:
+            RuntimeError: The lease is a replay. Nothing was changed.
+        """
+        self.committed = _Commit(n_tokens, answer, answer_nbytes, self.state.nbytes)
+
+
+@dataclass(slots=True)
+class _Entry(Generic[StateT]):
+    """One session's state; `nbytes` is measured at each commit, `reserved` is what a step may add.
+
+    A doomed entry was released during a step and goes with the end of its lease.
+    """
+
+    key: CacheKey
+    state: StateT
+    last_used: float
+    length: int = 0
+    nbytes: int = 0
+    reserved: int = 0
+    leased: bool = False
+    doomed: bool = False
+    last_step: StepRef | None = None
+    last_commit: _Commit | None = None
+
+    def view(self) -> EntryView:
+        return EntryView(self.key, self.nbytes + self.reserved, self.last_used, self.leased)
+
+    def answer_to(self, key: CacheKey, step: StepRef) -> object | None:
+        """The stored answer, where `step` is the one that was committed last."""
+        if step.step_id is None or self.last_commit is None:
+            return None
+        return self.last_commit.answer if (self.key, self.last_step) == (key, step) else None
+
+    def begin(self, reserved: int) -> None:
+        self.leased = True
+        self.reserved = reserved
+
+    def land(self, step: StepRef, commit: _Commit, now: float) -> None:
+        self.leased = False
+        self.reserved = 0
+        self.length += commit.n_tokens
+        self.nbytes = commit.state_nbytes + commit.answer_nbytes
+        self.last_used = now
+        self.last_step = step
+        self.last_commit = commit
+
+    def is_settled(self) -> bool:
+        """Whether an idle entry is as its last commit left it."""
+        return (
+            self.last_commit is not None
+            and self.nbytes == self.state.nbytes + self.last_commit.answer_nbytes
+            and self.reserved == 0
+            and not self.doomed
+        )
+
+
+class SessionCacheStore(Generic[StateT]):
+    """Cache states by session, within limits of time, number and bytes.
+
+    A session holds one state at most: only a step at position 0 makes one, and it replaces what
+    there was. Whatever looks into the store drops first what has expired. What is held, and what
+    running steps may add to it, never exceeds the limits.
+
+    The lock is held to look and decide, never across a forward, and nothing awaits under it. So
+    leaving a lease can do without: it is one synchronous block, which never meets a decision half
+    made, and has no await at which a cancellation could part a step from its bookkeeping.
+
+    Attributes:
+        misses: Lookups that failed, by reason, since the store was made.
+        drops: States the store gave up by itself, by reason (`expired`, `evicted`,
+            `length_mismatch`), since it was made.
+    """
+
+    def __init__(self, limits: CacheLimits, *, clock: Clock) -> None:
+        self.limits = limits
+        self.misses: Counter[MissReason] = Counter()
+        self.drops: Counter[MissReason] = Counter()
+        self._clock = clock
+        self._lock = asyncio.Lock()
+        self._entries: dict[SessionId, _Entry[StateT]] = {}
+        self._ended: OrderedDict[SessionId, MissReason] = OrderedDict()
+
+    @asynccontextmanager
+    async def lease(
+        self,
+        key: CacheKey,
+        step: StepRef,
+        *,
+        fresh: bool,
+        need_bytes: int,
+        new_state: Callable[[], StateT],
+    ) -> AsyncIterator[Lease[StateT]]:
+        """Lend the session's state to one step.
+
+        A step that was committed last is not run again: its lease carries the stored answer as
+        `replay`, takes nothing and changes nothing. Any other lease must be committed; one left
+        without, by an error or a cancellation, drops the session.
+
+        Args:
+            key: The session and the layers the step runs.
+            step: The step's id, and the tokens it builds on.
+            fresh: The step begins the session anew, at position 0: it gets an empty state, and
+                what the session held before is dropped, under whichever layers.
+            need_bytes: How much the step is expected to add to the state and the stored answer.
+                Reserved until the lease is left.
+            new_state: Makes the empty state of a fresh step. If it raises, nothing is changed.
+
+        Raises:
+            SessionBusy: Another step of the session is running. Nothing was changed.
+            CacheMiss: The state this step continues is not here. One of another length was
+                dropped; otherwise nothing was changed.
+            CacheFull: There is no room, even without every session that no step is using.
+                Nothing was changed.
+        """
+        async with self._lock:
+            entry, lease = self._enter(
+                key, step, fresh=fresh, need_bytes=need_bytes, new_state=new_state
+            )
+        # Nothing awaits from here to the yield: no cancellation can fall between.
+        try:
+            yield lease
+        finally:
+            if lease.replay is None:
+                self._leave(entry, step, lease.committed)
+
+    async def release(self, session: SessionId) -> int:
+        """Free what the session holds; one in a running step goes when the step ends.
+
+        Returns:
+            How many states were freed or doomed; 0 when there was none, or it was doomed before.
+        """
+        async with self._lock:
+            self._tidy()
+            self._ended.pop(session, None)
+            entry = self._entries.get(session)
+            if entry is None or entry.doomed:
+                return 0
+            if entry.leased:
+                entry.doomed = True
+            else:
+                del self._entries[session]
+            return 1
+
+    async def sweep(self) -> int:
+        """Drop what has expired, and say how many sessions that were."""
+        async with self._lock:
+            return len(self._tidy().expired)
+
+    async def usage(self) -> CacheUsage:
+        """What is held, less what has expired."""
+        async with self._lock:
+            self._tidy()
+            held = self._entries.values()
+            return CacheUsage(
+                sessions=len(held),
+                leases=sum(entry.leased for entry in held),
+                cached_bytes=sum(entry.nbytes for entry in held),
+            )
+
+    def check_integrity(self) -> None:
+        """Check the store's own laws; for tests.
+
+        Raises:
+            AssertionError: One is broken, which is a fault of this module or of a state that
+                changed outside its lease.
+        """
+        held = self._entries.values()
+        used = sum(entry.nbytes + entry.reserved for entry in held)
+        laws = {
+            "entries stand under their session": all(
+                entry.key.session == session for session, entry in self._entries.items()
+            ),
+            "sessions are within the limit": len(held) <= self.limits.max_sessions,
+            "bytes and reservations are within the limit": used <= self.limits.max_bytes,
+            "idle entries are as their last commit left them": all(
+                entry.leased or entry.is_settled() for entry in held
+            ),
+            "what is held has not ended": not self._entries.keys() & self._ended.keys(),
+            "memory of the ended is bounded": len(self._ended) <= REMEMBERED_SESSIONS,
+        }
+        broken = [law for law, holds in laws.items() if not holds]
+        if broken:
+            raise AssertionError(f"not so: {'; '.join(broken)}")
+
+    # Everything below is synchronous, and so whole to whoever else runs in the loop.
+
+    def _enter(
+        self,
+        key: CacheKey,
+        step: StepRef,
+        *,
+        fresh: bool,
+        need_bytes: int,
+        new_state: Callable[[], StateT],
+    ) -> tuple[_Entry[StateT], Lease[StateT]]:
+        self._tidy()
+        entry = self._entries.get(key.session)
+        if entry is not None:
+            if entry.leased:
+                raise SessionBusy(f"another step of session {key.session} is running")
+            answer = entry.answer_to(key, step)
+            if answer is not None:
+                return entry, Lease(None, replay=answer)
+        if fresh:
+            entry = self._create(key, need_bytes, new_state)
+        else:
+            entry = self._find(key, step)
+            self._carry_out(self._plan_for(key.session, entry.nbytes + need_bytes))
+        entry.begin(reserved=need_bytes)
+        return entry, Lease(entry.state)
+
+    def _create(
+        self, key: CacheKey, need_bytes: int, new_state: Callable[[], StateT]
+    ) -> _Entry[StateT]:
+        plan = self._plan_for(key.session, need_bytes)
+        entry = _Entry(key, new_state(), last_used=self._clock())
+        self._carry_out(plan)
+        self._ended.pop(key.session, None)
+        self._entries[key.session] = entry
+        return entry
+
+    def _find(self, key: CacheKey, step: StepRef) -> _Entry[StateT]:
+        entry = self._entries.get(key.session)
+        if entry is None:
+            reason = self._ended.get(key.session, "unknown")
+            raise self._miss(reason, f"session {key.session} is not held here: {reason}")
+        if entry.key != key:
+            raise self._miss(
+                "route_mismatch",
+                f"session {key.session} is held for layers {_span(entry.key)}, not {_span(key)}",
+            )
+        if entry.length != step.past_len:
+            self._drop(key, "length_mismatch")
+            raise self._miss(
+                "length_mismatch",
+                f"session {key.session} held {entry.length} tokens, not {step.past_len}: dropped",
+            )
+        return entry
+
+    def _miss(self, reason: MissReason, message: str) -> CacheMiss:
+        self.misses[reason] += 1
+        return CacheMiss(message, reason=reason, held=0)
+
+    def _leave(self, entry: _Entry[StateT], step: StepRef, commit: _Commit | None) -> None:
+        if commit is None or entry.doomed:
+            # Not remembered: none of the reasons for a miss is the truth about these two.
+            del self._entries[entry.key.session]
+            return
+        entry.land(step, commit, self._clock())
+        self._tidy()  # the state may have outgrown its reservation
+
+    def _tidy(self) -> Plan:
+        """Drop what has expired, and what is too much.
+
+        Leased entries were admitted within the limits and keep their size until they land, so
+        there always is a plan.
+        """
+        plan = self._plan(self._entries.values(), Need())
+        self._carry_out(plan)
+        return plan
+
+    def _plan_for(self, session: SessionId, nbytes: int) -> Plan:
+        """Who else goes, so that this session may have so many bytes in all."""
+        others = [e for e in self._entries.values() if e.key.session != session]
+        return self._plan(others, Need(sessions=1, nbytes=nbytes))
+
+    def _plan(self, entries: Iterable[_Entry[StateT]], need: Need) -> Plan:
+        views = [entry.view() for entry in entries]
+        plan = plan_room(views, self.limits, need, now=self._clock())
+        if plan is None:
+            used = sum(view.nbytes for view in views)
+            raise CacheFull(
+                f"no room for a session of {need.nbytes} bytes besides {len(views)} others of "
+                f"{used}: too many of them are in use, or the limits are too small",
+                need=need.nbytes,
+                used=used,
+                limit=self.limits.max_bytes,
+                sessions=len(views),
+                max_sessions=self.limits.max_sessions,
+            )
+        return plan
+
+    def _carry_out(self, plan: Plan) -> None:
+        for key in plan.expired:
+            self._drop(key, "expired")
+        for key in plan.evicted:
+            self._drop(key, "evicted")
+
+    def _drop(self, key: CacheKey, reason: MissReason) -> None:
+        del self._entries[key.session]
+        self.drops[reason] += 1
+        self._ended[key.session] = reason
+        if len(self._ended) > REMEMBERED_SESSIONS:
+            self._ended.popitem(last=False)
+
+
+def _span(key: CacheKey) -> str:
+    return f"[{key.start_layer}, {key.end_layer})"

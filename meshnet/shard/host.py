@@ -1,0 +1,149 @@
+"""A shard's life: loading, then ready or failed; and what it says of itself meanwhile."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol, cast
+
+import structlog
+
+from meshnet.cache.store import SessionCacheStore
+from meshnet.errors import MeshError, ModelError, ModelLoading
+from meshnet.ids import BootId
+from meshnet.model.interface import CacheState, StageModel
+from meshnet.shard.compute import ComputeThread
+from meshnet.shard.step_log import DecodeLog
+from meshnet.shard.worker import ShardWorker
+from meshnet.wire.frames import Dtype
+from meshnet.wire.messages import CacheUse, ShardInfo, ShardLimits, ShardReadiness
+
+_log = structlog.get_logger(__name__)
+
+
+class StageLoader(Protocol):
+    """A stage that was checked and can be loaded."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its tensors."""
+        ...
+
+    def load(self, progress: Callable[[int], None]) -> StageModel:
+        """Read the tensors, telling the bytes read so far.
+
+        Raises:
+            ModelError: One is missing or damaged.
+        """
+        ...
+
+
+class ShardHost:
+    """Holds the worker once there is one.
+
+    Args:
+        loader: What to load.
+        store: The sessions' states.
+        compute: The thread that loads, and then runs steps.
+        decode_log: Which decode steps get a log line.
+        limits: What this shard takes.
+        boot_id: Which life of the process this is.
+        kv_cache: False refuses cached steps.
+    """
+
+    def __init__(
+        self,
+        *,
+        loader: StageLoader,
+        store: SessionCacheStore[CacheState],
+        compute: ComputeThread,
+        decode_log: DecodeLog,
+        limits: ShardLimits,
+        boot_id: BootId,
+        kv_cache: bool,
+    ) -> None:
+        self.store = store
+        self._loader = loader
+        self._compute = compute
+        self._decode_log = decode_log
+        self._limits = limits
+        self._boot_id = boot_id
+        self._kv_cache = kv_cache
+        self._worker: ShardWorker | None = None
+        self._failure: MeshError | None = None
+        self._loaded_bytes = 0
+
+    async def load(self) -> None:
+        """Load the stage. A failure is kept: `readiness` tells it, and `worker` raises it."""
+        try:
+            done = await self._compute.run(lambda: self._loader.load(self._note_progress))
+        except MeshError as error:
+            self._failure = error
+            _log.error("loading failed", reason=error.message)
+            return
+        self._worker = ShardWorker(
+            stage=done.result,
+            store=self.store,
+            compute=self._compute,
+            decode_log=self._decode_log,
+            max_step_tokens=self._limits.max_step_tokens,
+            kv_cache=self._kv_cache,
+        )
+        _log.info("ready", span=str(done.result.facts.span), load_ms=round(done.compute_ms))
+
+    @property
+    def worker(self) -> ShardWorker:
+        """The worker.
+
+        Raises:
+            ModelLoading: Not yet.
+            ModelError: Never: the loading failed.
+        """
+        if self._worker is not None:
+            return self._worker
+        if self._failure is not None:
+            raise ModelError(self._failure.message, **self._failure.members)
+        raise ModelLoading(
+            f"loading: {self._loaded_bytes} of {self._loader.nbytes} bytes",
+            loaded_bytes=self._loaded_bytes,
+            total_bytes=self._loader.nbytes,
+        )
+
+    def readiness(self) -> ShardReadiness:
+        """Whether steps are taken, and why not."""
+        failure = self._failure.message if self._failure else None
+        state = "ready" if self._worker else "failed" if failure else "loading"
+        return ShardReadiness(
+            state=state,
+            reason=failure,
+            loaded_bytes=self._loaded_bytes,
+            total_bytes=self._loader.nbytes,
+        )
+
+    async def info(self) -> ShardInfo:
+        """What the shard is and holds.
+
+        Raises:
+            ModelLoading: It is not known yet.
+            ModelError: The loading failed.
+        """
+        facts = self.worker.stage.facts
+        use = await self.store.usage()
+        return ShardInfo(
+            boot_id=self._boot_id,
+            model=facts.model,
+            revision=facts.revision,
+            fingerprint=facts.fingerprint,
+            start_layer=facts.span.start,
+            end_layer=facts.span.end,
+            n_layers=facts.n_layers,
+            hidden_size=facts.hidden_size,
+            vocab_size=facts.vocab_size,
+            dtype=cast("Dtype", facts.dtype),
+            max_positions=facts.max_positions,
+            kv_cache=self._kv_cache,
+            limits=self._limits,
+            cache=CacheUse(sessions=use.sessions, leases=use.leases, cached_bytes=use.cached_bytes),
+        )
+
+    def _note_progress(self, loaded_bytes: int) -> None:
+        self._loaded_bytes = loaded_bytes

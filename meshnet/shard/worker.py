@@ -1,0 +1,206 @@
+"""One step through a shard: check it, lease the session, run the stage, commit.
+
+A step happens wholly, or that session's state is gone (law 4).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import cast
+
+import structlog
+
+from meshnet.cache.policy import CacheKey
+from meshnet.cache.store import SessionCacheStore, StepRef
+from meshnet.errors import InvalidRequest, ModelMismatch, PayloadTooLarge
+from meshnet.ids import SessionId, StepId
+from meshnet.model.interface import CacheState, StageModel, StageOutput, StageStep
+from meshnet.shard.compute import ComputeThread, Timed
+from meshnet.shard.step_log import DecodeLog
+from meshnet.topology import ShardFacts
+from meshnet.wire import headers
+from meshnet.wire.frames import Frame, nbytes
+from meshnet.wire.headers import StepHeaders
+
+_log = structlog.get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class ShardWorker:
+    """Runs steps on one stage.
+
+    Attributes:
+        stage: The span of layers.
+        store: The sessions' states.
+        compute: Where the stage runs.
+        decode_log: Which decode steps get a log line.
+        max_step_tokens: The longest step, in tokens.
+        kv_cache: False takes stateless steps only.
+    """
+
+    stage: StageModel
+    store: SessionCacheStore[CacheState]
+    compute: ComputeThread
+    decode_log: DecodeLog
+    max_step_tokens: int
+    kv_cache: bool = True
+
+    def check(self, step: StepHeaders) -> int:
+        """Check a step's headers against the stage, before its body is read.
+
+        Returns:
+            How many bytes the body must have.
+
+        Raises:
+            ModelMismatch: The head believes in another model.
+            InvalidRequest: A header does not fit this shard. Nothing was changed.
+        """
+        facts = self.stage.facts
+        if step.fingerprint not in (None, facts.fingerprint):
+            raise ModelMismatch(
+                f"this shard runs {facts.fingerprint}, not {step.fingerprint}",
+                field=headers.FINGERPRINT,
+                expected=step.fingerprint,
+                actual=facts.fingerprint,
+            )
+        start_layer = self._start_layer(step)
+        _check_tensor(step, facts, takes_token_ids=start_layer == 0)
+        n_tokens = step.shape[1]
+        if n_tokens > self.max_step_tokens:
+            raise PayloadTooLarge(
+                f"a step of {n_tokens} tokens is too long",
+                field=headers.SHAPE,
+                value=n_tokens,
+                allowed=self.max_step_tokens,
+            )
+        if step.past_len + n_tokens > facts.max_positions:
+            raise InvalidRequest(
+                f"position {step.past_len + n_tokens} is past the model's last",
+                field=headers.PAST_LEN,
+                value=step.past_len,
+                allowed=f"0 to {facts.max_positions - n_tokens}",
+            )
+        if step.cache != "stateless" and not self.kv_cache:
+            raise InvalidRequest(
+                "this shard keeps no cache",
+                field=headers.CACHE,
+                value=step.cache,
+                allowed="stateless",
+            )
+        return nbytes(step.dtype, step.shape)
+
+    async def step(self, step: StepHeaders, body: bytes) -> Timed[StageOutput]:
+        """Run one checked step.
+
+        Args:
+            step: Headers that `check` has passed.
+            body: The tensor, row-major little-endian.
+
+        Raises:
+            InvalidRequest: The body's length is not that of the headers, or a token id is not in
+                the vocabulary. Nothing was changed.
+            SessionError: The session is not held at this position (see the store).
+            CapacityError: No room or too many steps waiting.
+            StageError: The forward failed; the session's state was dropped.
+        """
+        frame = Frame(step.dtype, step.shape, body)
+        start_layer = self._start_layer(step)
+        if start_layer == 0:
+            _check_token_ids(frame, self.stage.facts.vocab_size)
+        work = StageStep(frame, start_layer, step.past_len, step.sampling)
+        if step.cache == "stateless":
+            return await self.compute.run(lambda: self.stage.run(work, None))
+        return await self._cached(step, work)
+
+    async def close(self, session: SessionId) -> int:
+        """Free a session; idempotent. Returns how many states went."""
+        self.decode_log.forget(session)
+        return await self.store.release(session)
+
+    async def _cached(self, step: StepHeaders, work: StageStep) -> Timed[StageOutput]:
+        session = SessionId(cast("str", step.session))  # check() has seen to it
+        key = CacheKey(session, work.start_layer, self.stage.facts.span.end)
+        lease = self.store.lease(
+            key,
+            StepRef(StepId(step.step) if step.step else None, step.past_len),
+            fresh=step.past_len == 0,
+            need_bytes=self._need_bytes(work.frame.n_tokens),
+            new_state=lambda: self.stage.new_state(work.start_layer),
+        )
+        async with lease as held:
+            if held.replay is not None:
+                return Timed(cast("StageOutput", held.replay), 0.0, 0.0)
+            done = await self.compute.run(lambda: self.stage.run(work, held.state))
+            held.commit(
+                n_tokens=work.frame.n_tokens,
+                answer=done.result,
+                answer_nbytes=len(done.result.data) if isinstance(done.result, Frame) else 0,
+            )
+        self._log_step(step, session, done)
+        return done
+
+    def _need_bytes(self, n_tokens: int) -> int:
+        """What a step adds: the state's growth, and the answer kept for a repeat."""
+        facts = self.stage.facts
+        is_tail = facts.span.end == facts.n_layers
+        answer = 0 if is_tail else n_tokens * facts.hidden_size * 4
+        return self.stage.state_nbytes(n_tokens) + answer
+
+    def _start_layer(self, step: StepHeaders) -> int:
+        span = self.stage.facts.span
+        start = span.start if step.start_layer is None else step.start_layer
+        if start not in span:
+            raise InvalidRequest(
+                f"layer {start} is not in this shard's span {span}",
+                field=headers.START_LAYER,
+                value=start,
+                allowed=f"{span.start} to {span.end - 1}",
+            )
+        return start
+
+    def _log_step(self, step: StepHeaders, session: SessionId, done: Timed[StageOutput]) -> None:
+        steps = self.decode_log.note(session) if step.cache == "decode" else None
+        if step.cache == "decode" and steps is None:
+            return
+        _log.info(
+            step.cache,
+            session_id=session,
+            request_id=step.request_id,
+            position=step.past_len,
+            n_tokens=step.shape[1],
+            steps=steps,
+            queue_ms=round(done.queue_ms, 2),
+            compute_ms=round(done.compute_ms, 2),
+        )
+
+
+def _check_tensor(step: StepHeaders, facts: ShardFacts, *, takes_token_ids: bool) -> None:
+    """Dtype and shape must be what the start layer takes, before a byte is kept."""
+    dtype = "int32" if takes_token_ids else facts.dtype
+    if step.dtype != dtype:
+        raise InvalidRequest(
+            f"{headers.DTYPE} is {step.dtype}",
+            field=headers.DTYPE,
+            value=step.dtype,
+            allowed=dtype,
+        )
+    shape = (1, step.shape[1]) if takes_token_ids else (1, step.shape[1], facts.hidden_size)
+    if step.shape != shape:
+        axes = "1,TOKENS" if takes_token_ids else f"1,TOKENS,{facts.hidden_size}"
+        raise InvalidRequest(
+            f"{headers.SHAPE} is {headers.render_shape(step.shape)}",
+            field=headers.SHAPE,
+            value=headers.render_shape(step.shape),
+            allowed=axes,
+        )
+
+
+def _check_token_ids(frame: Frame, vocab_size: int) -> None:
+    bad = [i for i in frame.token_ids() if not 0 <= i < vocab_size]
+    if bad:
+        raise InvalidRequest(
+            f"token id {bad[0]} is not in the vocabulary",
+            field="body",
+            value=bad[0],
+            allowed=f"0 to {vocab_size - 1}",
+        )

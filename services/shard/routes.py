@@ -1,0 +1,143 @@
+"""The shard's HTTP surface: wire protocol 1 (docs/wire-protocol.md), health and metrics."""
+
+from __future__ import annotations
+
+from hmac import compare_digest
+from typing import Annotated, cast
+
+from fastapi import APIRouter, Depends, Request, Response
+from fastapi.responses import JSONResponse
+from prometheus_client import CONTENT_TYPE_LATEST
+
+from meshnet.errors import InvalidRequest, MeshError, ModelError, Unauthorized
+from meshnet.ids import TOKEN_PATTERN, SessionId, is_token
+from meshnet.shard.compute import Timed
+from meshnet.shard.host import ShardHost
+from meshnet.wire import headers, problems
+from meshnet.wire.frames import Frame
+from meshnet.wire.messages import ShardInfo
+from services.shard.metrics import ShardMetrics
+from services.shard.settings import ShardSettings
+
+
+def _host(request: Request) -> ShardHost:
+    return cast("ShardHost", request.state.host)
+
+
+def _metrics(request: Request) -> ShardMetrics:
+    return cast("ShardMetrics", request.state.metrics)
+
+
+def _check_key(request: Request) -> None:
+    """Refuse whoever does not carry the cluster key, where one is set."""
+    settings = cast("ShardSettings", request.state.settings)
+    if settings.cluster_key is None:
+        return
+    expected = f"Bearer {settings.cluster_key.get_secret_value()}"
+    given = request.headers.get("authorization", "")
+    if not compare_digest(given.encode(), expected.encode()):
+        raise Unauthorized("the cluster key is missing or wrong", field="Authorization")
+
+
+Host = Annotated[ShardHost, Depends(_host)]
+Metrics = Annotated[ShardMetrics, Depends(_metrics)]
+
+health = APIRouter()
+protocol = APIRouter(prefix="/v1", dependencies=[Depends(_check_key)])
+
+
+@protocol.post("/forward")
+async def forward(request: Request, host: Host, metrics: Metrics) -> Response:
+    """Run one step."""
+    worker = host.worker
+    step = headers.parse(request.headers)
+    body = await _read_body(request, worker.check(step))
+    done = await worker.step(step, body)
+    metrics.count_step(step.cache, cast("Timed[object]", done))
+    timing = {
+        headers.QUEUE_MS: f"{done.queue_ms:.3f}",
+        headers.COMPUTE_MS: f"{done.compute_ms:.3f}",
+    }
+    if isinstance(done.result, Frame):
+        frame = done.result
+        shape = {headers.SHAPE: headers.render_shape(frame.shape), headers.DTYPE: frame.dtype}
+        return Response(frame.data, media_type="application/octet-stream", headers=timing | shape)
+    answer = done.result.model_dump_json(exclude_none=True)
+    return Response(answer, media_type="application/json", headers=timing)
+
+
+@protocol.delete("/sessions/{session}", status_code=204)
+async def close_session(session: str, host: Host) -> None:
+    """Free a session. Freeing one that is not here is no error."""
+    if not is_token(session):
+        raise InvalidRequest(
+            "the session's id is malformed",
+            field="session",
+            value=session[:200],
+            allowed=TOKEN_PATTERN,
+        )
+    await host.worker.close(SessionId(session))
+
+
+@protocol.get("/shard")
+async def shard(host: Host) -> ShardInfo:
+    """What this shard runs, and what it holds."""
+    return await host.info()
+
+
+@health.api_route("/livez", methods=["GET", "HEAD"])
+async def livez() -> dict[str, str]:
+    """The event loop turns."""
+    return {"status": "alive"}
+
+
+@health.api_route("/readyz", methods=["GET", "HEAD"])
+async def readyz(host: Host) -> JSONResponse:
+    """Whether steps are taken; the body says why not."""
+    readiness = host.readiness()
+    status = 200 if readiness.state == "ready" else 503
+    return JSONResponse(readiness.model_dump(), status_code=status)
+
+
+@health.get("/metrics")
+async def metrics_text(host: Host, metrics: Metrics) -> Response:
+    """Numbers for Prometheus."""
+    text = metrics.render(await host.store.usage())
+    return Response(text, media_type=CONTENT_TYPE_LATEST)
+
+
+async def _read_body(request: Request, expected: int) -> bytes:
+    """Read exactly `expected` bytes; a body that claims or turns out another length is refused."""
+    claimed = request.headers.get("content-length")
+    if claimed is not None and claimed != str(expected):
+        raise _wrong_length(claimed, expected)
+    parts: list[bytes] = []
+    length = 0
+    async for part in request.stream():
+        length += len(part)
+        if length > expected:
+            raise _wrong_length(f"more than {expected}", expected)
+        parts.append(part)
+    if length != expected:
+        raise _wrong_length(str(length), expected)
+    return b"".join(parts)
+
+
+def _wrong_length(value: str, expected: int) -> InvalidRequest:
+    return InvalidRequest(
+        f"the body has {value[:20]} bytes, its shape and dtype make {expected}",
+        field="body",
+        value=value[:20],
+        allowed=expected,
+    )
+
+
+async def on_mesh_error(request: Request, error: Exception) -> JSONResponse:
+    """The one place where an error becomes an answer."""
+    mesh_error = error if isinstance(error, MeshError) else ModelError(str(error))
+    _metrics(request).count_refusal(mesh_error)
+    return JSONResponse(
+        problems.to_problem(mesh_error),
+        status_code=mesh_error.status,
+        media_type=problems.MEDIA_TYPE,
+    )
