@@ -40,6 +40,7 @@ class Recovery:
     Attributes:
         limits: When it stops.
         is_ready: Whether the hop at an endpoint takes steps.
+        note: Told of every failure that is tried again.
         clock: Monotonic seconds.
         sleep: Waits so many seconds.
         jitter: A number in [0, 1), fresh at each call.
@@ -47,6 +48,7 @@ class Recovery:
 
     limits: RecoveryLimits
     is_ready: Callable[[str], Awaitable[bool]]
+    note: Callable[[MeshError], None]
     clock: Callable[[], float]
     jitter: Callable[[], float]
     sleep: Callable[[float], Awaitable[None]] = asyncio.sleep
@@ -69,6 +71,7 @@ class Recovery:
                 failure = error
             deadline = self.clock() + self.limits.timeout_s if deadline is None else deadline
             rebuilds += 1
+            self.note(failure)
             _log.warning("recovering", code=failure.code, rebuild=rebuilds, **_short(failure))
             if rebuilds > self.limits.max_rebuilds:
                 raise _exhausted(failure, f"{rebuilds} attempts failed") from failure

@@ -59,20 +59,20 @@ class RouteBook:
         except MeshError:
             return False
 
-    def current(self) -> Route:
-        """The configured route.
+    async def ready_route(self) -> Route:
+        """The configured route; hops that were not ready when last asked are asked again.
 
         Raises:
             RouteError: A hop is not there or not ready, or the hops do not tile the model.
         """
-        return self._build(self._specs)
+        return await self._ready(self._specs)
 
-    def pinned(self, specs: Sequence[HopSpec]) -> Route:
+    async def pinned_route(self, specs: Sequence[HopSpec]) -> Route:
         """A caller's own route over configured hops.
 
         Raises:
             Forbidden: An endpoint is not among the configured; no connection was made.
-            RouteError: See `current`.
+            RouteError: See `ready_route`.
         """
         for spec in specs:
             if spec.endpoint not in self._status:
@@ -82,24 +82,19 @@ class RouteBook:
                     value=spec.endpoint[:200],
                     allowed=sorted(self._status),
                 )
-        return self._build(specs)
+        return await self._ready(specs)
 
-    def _build(self, specs: Sequence[HopSpec]) -> Route:
+    async def _ready(self, specs: Sequence[HopSpec]) -> Route:
+        if any(self._status[spec.endpoint].info is None for spec in specs):
+            await self.refresh()
         return build_route(specs, [self._info(spec).facts() for spec in specs])
 
     def _info(self, spec: HopSpec) -> ShardInfo:
         status = self._status[spec.endpoint]
         if status.info is None:
             why = status.error.message if status.error else "unknown"
-            raise RouteError(
-                f"hop {self._specs_index(spec)} ({spec.endpoint}) is not ready: {why}",
-                endpoint=spec.endpoint,
-                retryable_in_s=1,
-            )
+            raise RouteError(f"the hop {spec.endpoint} is not ready: {why}", endpoint=spec.endpoint)
         return status.info
-
-    def _specs_index(self, spec: HopSpec) -> int:
-        return list(self._status).index(spec.endpoint)
 
     async def _ask(self, spec: HopSpec) -> HopStatus:
         try:

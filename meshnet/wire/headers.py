@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Final, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, Json, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic_core import from_json
 
 from meshnet.errors import InvalidRequest
 from meshnet.generation import Sampling
@@ -43,6 +44,10 @@ def _split_shape(value: object) -> object:
     return [part.strip() for part in value.split(",")] if isinstance(value, str) else value
 
 
+def _read_json(value: object) -> object:
+    return from_json(value, allow_inf_nan=False) if isinstance(value, str) else value
+
+
 Axis = Annotated[int, Field(ge=1, le=_MAX_AXIS)]
 Shape = Annotated[
     tuple[Axis, ...], BeforeValidator(_split_shape), Field(min_length=2, max_length=3)
@@ -63,7 +68,7 @@ class StepHeaders(BaseModel):
     start_layer: Annotated[int | None, Field(alias=START_LAYER, ge=0, le=_MAX_AXIS)] = None
     fingerprint: Annotated[Token | None, Field(alias=FINGERPRINT)] = None
     step: Annotated[Token | None, Field(alias=STEP)] = None
-    sampling: Annotated[Json[Sampling] | None, Field(alias=SAMPLING)] = None
+    sampling: Annotated[Sampling | None, BeforeValidator(_read_json), Field(alias=SAMPLING)] = None
     request_id: Annotated[Token | None, Field(alias=REQUEST_ID)] = None
     traceparent: Annotated[str | None, Field(alias=TRACEPARENT, max_length=256)] = None
 

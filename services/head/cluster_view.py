@@ -1,0 +1,69 @@
+"""`GET /v1/cluster`: the hops as the head sees them."""
+
+from __future__ import annotations
+
+from pydantic import BaseModel
+
+from meshnet.head.hop_times import HopTimesBook
+from meshnet.head.route_book import HopStatus, RouteBook
+
+
+class HopView(BaseModel):
+    """One hop. The times are medians over its recent decode steps, in milliseconds."""
+
+    endpoint: str
+    state: str
+    reason: str | None = None
+    layers: str | None = None
+    model: str | None = None
+    fingerprint: str | None = None
+    boot_id: str | None = None
+    dtype: str | None = None
+    kv_cache: bool | None = None
+    sessions: int | None = None
+    cached_bytes: int | None = None
+    steps: int = 0
+    step_ms: float | None = None
+    queue_ms: float | None = None
+    compute_ms: float | None = None
+
+
+class ClusterView(BaseModel):
+    """Every configured hop, in the route's order."""
+
+    hops: list[HopView]
+
+
+def cluster_view(book: RouteBook, times: HopTimesBook) -> ClusterView:
+    """What is known of the hops."""
+    return ClusterView(hops=[_hop_view(status, times) for status in book.status])
+
+
+def _hop_view(status: HopStatus, times: HopTimesBook) -> HopView:
+    endpoint, info = status.spec.endpoint, status.info
+    if info is None:
+        reason = status.error.message if status.error else None
+        return HopView(endpoint=endpoint, state="unavailable", reason=reason)
+    view = HopView(
+        endpoint=endpoint,
+        state="ready",
+        layers=f"{info.start_layer}-{info.end_layer}",
+        model=info.model,
+        fingerprint=info.fingerprint,
+        boot_id=info.boot_id,
+        dtype=info.dtype,
+        kv_cache=info.kv_cache,
+        sessions=info.cache.sessions,
+        cached_bytes=info.cache.cached_bytes,
+    )
+    recent = times.of(endpoint)
+    if recent is None:
+        return view
+    return view.model_copy(
+        update={
+            "steps": recent.steps,
+            "step_ms": recent.step_ms,
+            "queue_ms": recent.queue_ms,
+            "compute_ms": recent.compute_ms,
+        }
+    )

@@ -1,0 +1,74 @@
+"""The head's numbers for Prometheus. One registry an app, so that several can share a process."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from time import perf_counter
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
+from meshnet.errors import MeshError
+from meshnet.generation import TokenEvent
+
+_SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
+
+
+class HeadMetrics:
+    """Counts requests, tokens and rebuilds, and times them."""
+
+    def __init__(self) -> None:
+        self._registry = registry = CollectorRegistry()
+        self._refusals = Counter(
+            "meshnet_head_refusals", "Requests answered with an error", ["code"], registry=registry
+        )
+        self._generations = Counter(
+            "meshnet_head_generations", "Generations ended", ["outcome"], registry=registry
+        )
+        self._tokens = Counter("meshnet_head_tokens", "Tokens generated", registry=registry)
+        self._rebuilds = Counter(
+            "meshnet_head_rebuilds", "Steps tried again", ["code"], registry=registry
+        )
+        self._first_token = Histogram(
+            "meshnet_head_time_to_first_token_seconds",
+            "From the request's first step to its first token",
+            buckets=_SECONDS,
+            registry=registry,
+        )
+        self._between_tokens = Histogram(
+            "meshnet_head_inter_token_seconds",
+            "From one token to the next",
+            buckets=_SECONDS,
+            registry=registry,
+        )
+        self._active = Gauge("meshnet_head_active", "Generations running", registry=registry)
+
+    def count_refusal(self, code: str) -> None:
+        """Note one request that was answered with an error."""
+        self._refusals.labels(code).inc()
+
+    def count_rebuild(self, failure: MeshError) -> None:
+        """Note one step that is tried again."""
+        self._rebuilds.labels(failure.code).inc()
+
+    async def observed(self, events: AsyncGenerator[TokenEvent]) -> AsyncGenerator[TokenEvent]:
+        """The same events, counted and timed. Closed together."""
+        last_at = perf_counter()
+        histogram = self._first_token
+        outcome = "aborted"
+        try:
+            with self._active.track_inprogress():
+                async with aclosing(events):
+                    async for event in events:
+                        now = perf_counter()
+                        histogram.observe(now - last_at)
+                        self._tokens.inc()
+                        last_at, histogram = now, self._between_tokens
+                        outcome = event.finish_reason or outcome
+                        yield event
+        finally:
+            self._generations.labels(outcome).inc()
+
+    def render(self) -> bytes:
+        """Everything, in Prometheus' text format."""
+        return generate_latest(self._registry)
