@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import logging
-from typing import Literal
+from typing import Literal, TextIO
 
 import structlog
 
 LogFormat = Literal["console", "json"]
+
+
+class _OwnHandler(logging.StreamHandler[TextIO]):
+    """Known by its type, so that setting up twice does not log twice."""
 
 
 def configure_logging(log_format: LogFormat = "console", level: int = logging.INFO) -> None:
@@ -29,7 +33,7 @@ def configure_logging(log_format: LogFormat = "console", level: int = logging.IN
         if log_format == "json"
         else structlog.dev.ConsoleRenderer(colors=False)
     )
-    handler = logging.StreamHandler()
+    handler = _OwnHandler()
     handler.setFormatter(
         structlog.stdlib.ProcessorFormatter(
             foreign_pre_chain=shared,
@@ -37,7 +41,7 @@ def configure_logging(log_format: LogFormat = "console", level: int = logging.IN
         )
     )
     root = logging.getLogger()
-    root.handlers = [handler]
+    root.handlers = [h for h in root.handlers if not isinstance(h, _OwnHandler)] + [handler]
     root.setLevel(level)
     for name in ("uvicorn", "uvicorn.error"):
         logging.getLogger(name).handlers = []

@@ -1,0 +1,56 @@
+"""Pure ASGI: notes each step that a shard is asked for, and can disturb one."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+
+@dataclass(frozen=True)
+class SeenStep:
+    """What one step's headers said."""
+
+    session: str
+    mode: str
+    shape: str
+    past_len: int
+    start_layer: int
+
+
+@dataclass
+class Recorder:
+    """Stands before a shard's app.
+
+    Attributes:
+        steps: Every step asked for, in order.
+        before_step: Called with each step before the shard sees it.
+    """
+
+    app: ASGIApp
+    steps: list[SeenStep] = field(default_factory=list[SeenStep])
+    closed: list[str] = field(default_factory=list[str])
+    before_step: Callable[[SeenStep], Awaitable[None]] | None = None
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Note, disturb, pass on."""
+        if scope["type"] == "http" and scope["path"] == "/v1/forward":
+            seen = _seen(Headers(scope=scope))
+            self.steps.append(seen)
+            if self.before_step is not None:
+                await self.before_step(seen)
+        if scope["type"] == "http" and scope["method"] == "DELETE":
+            self.closed.append(scope["path"].rpartition("/")[2])
+        await self.app(scope, receive, send)
+
+
+def _seen(headers: Headers) -> SeenStep:
+    return SeenStep(
+        session=headers.get("x-meshnet-session", ""),
+        mode=headers.get("x-meshnet-cache", ""),
+        shape=headers.get("x-meshnet-shape", ""),
+        past_len=int(headers.get("x-meshnet-past-len", "0")),
+        start_layer=int(headers.get("x-meshnet-start-layer", "-1")),
+    )
