@@ -1,0 +1,66 @@
+# Everything here sets itself up: `make demo` and `make test` need Python 3.11+ and nothing else.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+MODEL := .models/smollm2
+
+.DEFAULT_GOAL := help
+.PHONY: help install model demo up test check fmt lint types imports unit mesh e2e bench smoke clean
+
+help:  ## Show the targets
+	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-9s %s\n", $$1, $$2}'
+
+$(INSTALLED): pyproject.toml deploy/constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --disable-pip-version-check --constraint deploy/constraints.txt --editable '.[dev]'
+	touch $@
+
+install: $(INSTALLED)  ## Make the virtual environment
+
+model: $(INSTALLED)  ## Fetch the default model, once
+	$(BIN)/meshnet model get smollm2 --dir $(MODEL)
+
+demo: model  ## Two shards and a head answer a question on this machine
+	$(BIN)/python -m benchmarks.demo $(MODEL)
+
+up: model  ## Start a local two-node cluster; Ctrl-C stops it
+	$(BIN)/meshnet up --model $(MODEL)
+
+test: check  ## All tests and checks, as CI runs them
+
+check: lint types imports unit mesh e2e  ## Format, lint, types, import contracts and every test
+
+fmt: $(INSTALLED)  ## Format the code
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix --quiet .
+
+lint: $(INSTALLED)  ## ruff: format and rules
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+
+types: $(INSTALLED)  ## pyright, strict
+	$(BIN)/pyright --pythonpath $(BIN)/python
+
+imports: $(INSTALLED)  ## import-linter: who may import whom
+	$(BIN)/lint-imports --no-cache
+
+unit: $(INSTALLED)  ## Pure tests, with branch coverage
+	$(BIN)/pytest tests/unit --cov --cov-report=term-missing:skip-covered --cov-fail-under=100
+
+mesh: $(INSTALLED)  ## Real servers in one loop, tiny models
+	$(BIN)/pytest tests/mesh
+
+e2e: model  ## Real processes and the real model
+	MESHNET_TEST_MODEL=$(MODEL) $(BIN)/pytest tests/e2e
+
+bench: model  ## Re-make the numbers and plots of the README and docs/
+	$(BIN)/python -m benchmarks.memory $(MODEL)
+	$(BIN)/python -m benchmarks.growth $(MODEL)
+
+smoke: model  ## Build the images and try the composed cluster, where an engine can be started
+	deploy/ci.sh
+
+clean:  ## Remove what the targets made
+	rm -rf $(VENV) .models wheels build dist *.egg-info .pytest_cache .ruff_cache .coverage
