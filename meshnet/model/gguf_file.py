@@ -44,6 +44,7 @@ class GgufCheckpoint:
 
     def config(self) -> PreTrainedConfig:
         """Read the config beside the file, else the one its metadata describe."""
+        self._check_whole()
         beside = self.path.parent / "config.json"
         if beside.is_file():
             return AutoConfig.from_pretrained(self.path.parent)
@@ -76,10 +77,14 @@ class GgufCheckpoint:
             header = GgufHeader.from_file(str(self.path))
         except (ValueError, OSError, IndexError) as error:
             raise self._damaged(str(error)) from error
-        end = max((header.data_start + i.offset + i.nbytes for i in header.tensors), default=0)
-        if end > self.path.stat().st_size:
-            raise self._damaged(f"its tensors end at byte {end}, the file before that")
         return header
+
+    def _check_whole(self) -> None:
+        start = self._header.data_start
+        end = max((start + info.offset + info.nbytes for info in self._header.tensors), default=0)
+        size = self.path.stat().st_size
+        if end > size:
+            raise self._damaged(f"its tensors end at byte {end}, the file at {size}")
 
     @cached_property
     def _infos(self) -> dict[str, TensorInfo]:

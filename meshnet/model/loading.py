@@ -117,6 +117,7 @@ def plan_stage(
     held = piece.model.state_dict()
     twins = frozenset(twin for twin, original in tied.items() if {twin, original} <= held.keys())
     own_names = _own_names(names, span, piece, tied)
+    _check_complete(own_names, piece.model, twins)
     return StagePlan(model, checkpoint, piece, facts, own_names, twins, n_threads)
 
 
@@ -146,6 +147,26 @@ def _own_names(
     return {local: name for local, name in own.items() if local in wanted}
 
 
+def _check_complete(own: Collection[str], model: PreTrainedModel, twins: frozenset[str]) -> None:
+    """Refuse now what the loader would find missing later, where names alone can tell."""
+    wanted = _Wanted(model)
+    if wanted.merges:  # several tensors make one: only the loader knows which
+        return
+    missing = model.state_dict().keys() - {wanted.target(name) for name in own} - twins
+    if missing:
+        raise _incomplete("missing", missing)
+
+
+def _incomplete(fault: str, names: Collection[object]) -> ModelError:
+    some = ", ".join(sorted(map(str, names))[:4])
+    return ModelError(
+        f"{len(names)} tensors are {fault}: {some}",
+        field="model",
+        value=some,
+        allowed="a checkpoint with every tensor of the span",
+    )
+
+
 class _Wanted:
     """The checkpoint names that end up in the stage, after the renames that the loader makes."""
 
@@ -156,11 +177,20 @@ class _Wanted:
         self._prefix = model.base_model_prefix
         self._targets = model.state_dict()
 
-    def __contains__(self, name: str) -> bool:
+    @property
+    def merges(self) -> bool:
+        """Whether some parameter is made of several tensors."""
+        return bool(self._converters)
+
+    def target(self, name: str) -> str:
+        """The parameter that a tensor goes to."""
         renamed, _ = rename_source_key(
             name, self._renamings, self._converters, self._prefix, self._targets
         )
-        return renamed in self._targets
+        return renamed
+
+    def __contains__(self, name: str) -> bool:
+        return self.target(name) in self._targets
 
 
 def _conversions(model: PreTrainedModel) -> list[Any]:
@@ -192,13 +222,7 @@ def _fill(
     ]
     for fault, keys in faults:
         if keys:
-            some = ", ".join(sorted(map(str, keys))[:4])
-            raise ModelError(
-                f"{len(keys)} tensors are {fault}: {some}",
-                field="model",
-                value=some,
-                allowed="a checkpoint with every tensor of the span",
-            )
+            raise _incomplete(fault, keys)
     if twins:
         model.tie_weights()
     _make_buffers(model)
