@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter, OrderedDict
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncGenerator, Callable, Iterable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Final, Generic, Protocol, TypeVar
@@ -195,7 +195,7 @@ class SessionCacheStore(Generic[StateT]):
         fresh: bool,
         need_bytes: int,
         new_state: Callable[[], StateT],
-    ) -> AsyncIterator[Lease[StateT]]:
+    ) -> AsyncGenerator[Lease[StateT], None]:
         """Lend the session's state to one step.
 
         A step that was committed last is not run again: its lease carries the stored answer as
