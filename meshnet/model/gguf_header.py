@@ -1,8 +1,8 @@
 """Reads where the tensors of a GGUF file are, and skips what else is in its header.
 
 gguf's own reader keeps every string of the vocabulary as arrays of its own (160 MB and 2 s for
-49,152 of them), and transformers' lean one knows not all types of blocks. The format: GGUF version 2
-and 3, ggml's docs/gguf.md.
+49,152 of them), and transformers' lean one knows not all types of blocks. The format: GGUF version
+2 and 3, ggml's docs/gguf.md.
 """
 
 from __future__ import annotations
