@@ -56,7 +56,7 @@ class MeshError(Exception):
     def __init_subclass__(cls) -> None:
         MeshError._by_code.setdefault(cls.code, cls)
 
-    def __init__(self, message: str, **members: object) -> None:
+    def __init__(self, message: str, /, **members: object) -> None:
         super().__init__(message)
         self.message = message
         self.members: dict[str, object] = members

@@ -37,7 +37,8 @@ def uniform(seed: int, position: int) -> float:
     batch never changes a draw (law 10: no global generator).
     """
     message = f"{seed}:{position}".encode()
-    return int.from_bytes(hashlib.blake2b(message, digest_size=8).digest(), "big") / 2**64
+    digest = hashlib.blake2b(message, digest_size=8).digest()
+    return (int.from_bytes(digest, "big") >> 11) / 2**53  # 53 bits: 64 could round up to 1
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
 from meshnet.errors import InvalidRequest, RouteError
+
+_SPAN = re.compile(r"([0-9]{1,9})-([0-9]{1,9})")
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,15 +44,15 @@ class LayerSpan:
         Raises:
             InvalidRequest: `text` is not two numbers joined by `-`, or the range is empty.
         """
-        start, separator, end = text.partition("-")
-        if not (separator and start.isdecimal() and end.isdecimal()):
+        match = _SPAN.fullmatch(text)
+        if match is None:
             raise InvalidRequest(
                 f"layers {text!r} is not a layer range",
                 field="layers",
                 value=text,
                 allowed="START-END with START < END, for example 0-15 for layers 0 to 14",
             )
-        return cls(int(start), int(end))
+        return cls(int(match[1]), int(match[2]))
 
 
 def even_spans(n_layers: int, n_shards: int) -> list[LayerSpan]:
@@ -118,7 +121,9 @@ class Route:
     @property
     def max_positions(self) -> int:
         """The longest sequence, in tokens, that every hop can take."""
-        return min(hop.facts.max_positions for hop in self.hops)
+        longest = min(hop.facts.max_positions for hop in self.hops)
+        # Without caches every step is the whole sequence.
+        return min(longest, self.max_step_tokens) if self.stateless else longest
 
     @property
     def max_step_tokens(self) -> int:

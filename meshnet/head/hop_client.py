@@ -11,7 +11,7 @@ from typing import TypeVar
 import httpx
 from pydantic import BaseModel, ValidationError
 
-from meshnet.errors import HopProtocolError, HopTimeout, HopUnreachable, InvalidRequest
+from meshnet.errors import HopError, HopProtocolError, HopTimeout, HopUnreachable, InvalidRequest
 from meshnet.ids import SessionId
 from meshnet.wire import headers, problems
 from meshnet.wire.frames import Frame
@@ -123,11 +123,15 @@ class HopClient:
             response.content, status=response.status_code, endpoint=self.endpoint
         )
 
-    def _translate(self, error: httpx.HTTPError) -> HopUnreachable | HopTimeout:
+    def _translate(self, error: httpx.HTTPError) -> HopError:
         """The only mapper from httpx."""
         what = str(error) or type(error).__name__
         if isinstance(error, httpx.ReadTimeout | httpx.WriteTimeout):
             return HopTimeout(f"{self.endpoint} did not answer in time", endpoint=self.endpoint)
+        if isinstance(error, httpx.DecodingError):
+            return HopProtocolError(
+                f"{self.endpoint} answered what cannot be decoded: {what}", endpoint=self.endpoint
+            )
         return HopUnreachable(f"{self.endpoint} is not reachable: {what}", endpoint=self.endpoint)
 
     def _read_step(self, response: httpx.Response) -> Frame | TailAnswer:

@@ -79,6 +79,11 @@ class Pipeline:
             result = await self._hop_step(hop, mode, frame, past_len, None)
             if not isinstance(result, Frame):
                 raise HopProtocolError(f"{hop.endpoint} answered as a tail", endpoint=hop.endpoint)
+            if result.n_tokens != len(ids):
+                raise HopProtocolError(
+                    f"{hop.endpoint} answered {result.n_tokens} tokens to {len(ids)}",
+                    endpoint=hop.endpoint,
+                )
             frame = result
         answer = await self._hop_step(tail, mode, frame, past_len, sampling)
         if not isinstance(answer, TailAnswer):

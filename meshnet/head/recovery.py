@@ -75,6 +75,8 @@ class Recovery:
             _log.warning("recovering", code=failure.code, rebuild=rebuilds, **_short(failure))
             if rebuilds > self.limits.max_rebuilds:
                 raise _exhausted(failure, f"{rebuilds} attempts failed") from failure
+            if self.clock() > deadline:
+                raise _exhausted(failure, f"more than {self.limits.timeout_s:g} s") from failure
             # A state lost once is rebuilt at once; whatever happens again gets a pause.
             if not (isinstance(failure, CacheMiss) and rebuilds == 1):
                 await self.sleep(self._pause(rebuilds))

@@ -64,10 +64,10 @@ def to_openai(error: Exception, *, request_id: str) -> ErrorAnswer:
     match error:
         case InvalidRequest() if "endpoint" not in error.members:
             return _invalid_request(error)
-        case Unauthorized():
+        case Unauthorized() if "endpoint" not in error.members:
             body = error_body(error.message, "authentication_error", code="invalid_api_key")
             return ErrorAnswer(401, body)
-        case Forbidden():
+        case Forbidden() if "endpoint" not in error.members:
             return ErrorAnswer(403, error_body(error.message, "permission_error"))
         case _:
             return _server_error(error, request_id)
@@ -97,7 +97,7 @@ def _server_error(error: Exception, request_id: str) -> ErrorAnswer:
         if isinstance(error, kind):
             body = error_body(error.message, "server_error", code=code)
             return ErrorAnswer(503, body, retry_after_s)
-    # Also a step that a hop called invalid: the head made that step, not the client.
+    # Also what a hop refused: the head made that step, with its own key, and not the client.
     return ErrorAnswer(
         500, error_body(f"Internal error; the request's id is {request_id}", "server_error")
     )

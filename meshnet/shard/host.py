@@ -76,9 +76,10 @@ class ShardHost:
         """Load the stage. A failure is kept: `readiness` tells it, and `worker` raises it."""
         try:
             done = await self._compute.run(lambda: self._loader.load(self._note_progress))
-        except MeshError as error:
-            self._failure = error
-            _log.error("loading failed", reason=error.message)
+        except Exception as error:  # noqa: BLE001  # else the shard would say "loading" for ever
+            foreseen = isinstance(error, MeshError)
+            self._failure = error if foreseen else ModelError(f"loading failed: {error!r}")
+            _log.error("loading failed", reason=self._failure.message, exc_info=not foreseen)
             return
         self._worker = ShardWorker(
             stage=done.result,

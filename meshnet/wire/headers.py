@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Final, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic_core import from_json
 
 from meshnet.errors import InvalidRequest
@@ -45,7 +45,7 @@ def _split_shape(value: object) -> object:
 
 
 def _read_json(value: object) -> object:
-    return from_json(value, allow_inf_nan=False) if isinstance(value, str) else value
+    return from_json(value.encode(), allow_inf_nan=False) if isinstance(value, str) else value
 
 
 Axis = Annotated[int, Field(ge=1, le=_MAX_AXIS)]
@@ -53,6 +53,8 @@ Shape = Annotated[
     tuple[Axis, ...], BeforeValidator(_split_shape), Field(min_length=2, max_length=3)
 ]
 Token = Annotated[str, Field(pattern=TOKEN_PATTERN)]
+
+_SHAPE: Final[TypeAdapter[tuple[int, ...]]] = TypeAdapter(Shape)
 
 
 class StepHeaders(BaseModel):
@@ -190,14 +192,14 @@ def parse_shape(text: str) -> tuple[int, ...]:
     """A shape from `X-Meshnet-Shape`.
 
     Raises:
-        InvalidRequest: `text` is not whole numbers joined by commas.
+        InvalidRequest: `text` is not a shape that a step could have.
     """
-    parts = text.split(",")
-    if not all(part.isdecimal() for part in parts):
+    try:
+        return _SHAPE.validate_python(text)
+    except ValidationError as error:
         raise InvalidRequest(
             f"{SHAPE}: {text[:200]!r} is no shape",
             field=SHAPE,
             value=text[:200],
             allowed=_ALLOWED[SHAPE],
-        )
-    return tuple(map(int, parts))
+        ) from error

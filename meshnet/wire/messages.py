@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    NonNegativeInt,
+    PositiveInt,
+    model_validator,
+)
 
 from meshnet.topology import LayerSpan, ShardFacts
 from meshnet.wire.frames import Dtype
-from meshnet.wire.headers import PROTOCOL_VERSION
+from meshnet.wire.headers import PROTOCOL_VERSION, Token
 
 ShardState = Literal["loading", "ready", "failed"]
 
@@ -22,7 +29,7 @@ class TailAnswer(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="ignore")
 
-    token_id: int | None = None
+    token_id: Annotated[int, Field(ge=0, lt=2**31)] | None = None
     text: str | None = None
 
 
@@ -56,7 +63,7 @@ class ShardInfo(BaseModel):
     boot_id: str
     model: str
     revision: str
-    fingerprint: str
+    fingerprint: Token
     start_layer: NonNegativeInt
     end_layer: PositiveInt
     n_layers: PositiveInt
@@ -67,6 +74,12 @@ class ShardInfo(BaseModel):
     kv_cache: bool = True
     limits: ShardLimits
     cache: CacheUse
+
+    @model_validator(mode="after")
+    def _check_span(self) -> Self:
+        if not self.start_layer < self.end_layer <= self.n_layers:
+            raise ValueError("start_layer < end_layer <= n_layers does not hold")
+        return self
 
     def facts(self) -> ShardFacts:
         """The part that a route depends on."""

@@ -32,12 +32,12 @@ def from_problem(body: bytes, *, status: int, endpoint: str) -> MeshError:
     """
     try:
         raw = json.loads(body)
-    except ValueError:  # not JSON, or not text at all
+    except (ValueError, RecursionError):  # not JSON, not text at all, or nested without end
         raw = None
     if isinstance(raw, dict):
         document = cast("dict[str, object]", raw)
         members = {k: v for k, v in document.items() if k not in _OWN_MEMBERS}
-        members.setdefault("endpoint", endpoint)
+        members["endpoint"] = endpoint  # who was asked is known here, whatever the answer says
         code, detail = document.get("code"), document.get("detail")
         if isinstance(code, str) and isinstance(detail, str):
             error = from_code(code, detail, members)

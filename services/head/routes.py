@@ -12,12 +12,12 @@ from typing import Annotated, cast
 from fastapi import APIRouter, Depends, Request, Response
 from fastapi.responses import JSONResponse
 from prometheus_client import CONTENT_TYPE_LATEST
-from pydantic import TypeAdapter, ValidationError
+from pydantic import Field, TypeAdapter, ValidationError
 
 from meshnet.errors import Forbidden, InvalidRequest, MeshError, PayloadTooLarge
 from meshnet.generation import GenerationRequest, TokenEvent
 from meshnet.head.pipeline import Pipeline, Trace
-from meshnet.ids import new_id
+from meshnet.ids import is_traceparent, new_id
 from meshnet.openai.bodies import Completion
 from meshnet.openai.models import ModelCard, ModelList, model_card, model_list, require_served
 from meshnet.openai.schema import ChatRequest, parse_chat_request, to_generation_request
@@ -29,7 +29,9 @@ from services.head.head import Head
 from services.head.settings import HopSetting
 from services.head.streaming import EventStream, until_client_leaves
 
-_ROUTE_HEADER = TypeAdapter(tuple[HopSetting, ...])
+_ROUTE_HEADER = TypeAdapter[tuple[HopSetting, ...]](
+    Annotated[tuple[HopSetting, ...], Field(min_length=1)]
+)
 
 
 def _head(request: Request) -> Head:
@@ -94,7 +96,8 @@ async def _first(chunks: AsyncGenerator[str]) -> str:
 def _events(
     request: Request, head: Head, generation: GenerationRequest, route: Route
 ) -> AsyncGenerator[TokenEvent]:
-    trace = Trace(request.state.request_id, request.headers.get(TRACEPARENT))
+    given = request.headers.get(TRACEPARENT, "")
+    trace = Trace(request.state.request_id, given if is_traceparent(given) else None)
     pipeline = Pipeline(route, head.book.clients, head.times, trace)
     return head.metrics.observed(head.generator.generate(generation, pipeline))
 

@@ -10,6 +10,7 @@ from time import monotonic
 from typing import TypedDict
 
 from fastapi import FastAPI
+from starlette.requests import ClientDisconnect
 
 from meshnet.cache.policy import CacheLimits
 from meshnet.cache.store import SessionCacheStore
@@ -23,7 +24,7 @@ from meshnet.shard.step_log import DecodeLog
 from meshnet.topology import LayerSpan
 from meshnet.wire.messages import ShardLimits
 from services.shard.metrics import ShardMetrics
-from services.shard.routes import health, on_mesh_error, protocol
+from services.shard.routes import health, on_caller_left, on_mesh_error, protocol
 from services.shard.settings import ShardSettings
 
 
@@ -79,6 +80,7 @@ def create_app(
     app.include_router(health)
     app.include_router(protocol)
     app.add_exception_handler(MeshError, on_mesh_error)
+    app.add_exception_handler(ClientDisconnect, on_caller_left)
     return app
 
 

@@ -141,3 +141,9 @@ async def on_mesh_error(request: Request, error: Exception) -> JSONResponse:
         status_code=mesh_error.status,
         media_type=problems.MEDIA_TYPE,
     )
+
+
+async def on_caller_left(request: Request, error: Exception) -> Response:
+    """The caller broke off in its body. Nobody reads this; 499 is what proxies log for it."""
+    del request, error
+    return Response(status_code=499)

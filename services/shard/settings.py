@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import Field, PositiveFloat, PositiveInt, SecretStr
+from pydantic import Field, PositiveInt, SecretStr
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from meshnet.observability import LogFormat
+
+Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 
 class ShardSettings(BaseSettings):
@@ -25,7 +27,7 @@ class ShardSettings(BaseSettings):
     kv_cache: bool = True
     """False keeps no session state: every step must be stateless."""
 
-    cache_ttl_seconds: PositiveFloat = 600.0
+    cache_ttl_seconds: Seconds = 600.0
     cache_max_sessions: PositiveInt = 16
     cache_max_bytes: PositiveInt = 2 * 1024**3
     max_step_tokens: PositiveInt = 2048
