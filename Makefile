@@ -53,7 +53,7 @@ mesh: $(INSTALLED)  ## Real servers in one loop, tiny models
 	$(BIN)/pytest tests/mesh
 
 e2e: model  ## Real processes and the real model
-	MESHNET_TEST_MODEL=$(MODEL) $(BIN)/pytest tests/e2e
+	$(BIN)/pytest tests/e2e
 
 bench: model  ## Re-make the numbers and plots of the README and docs/
 	$(BIN)/python -m benchmarks.memory $(MODEL)

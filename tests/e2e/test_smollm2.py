@@ -1,0 +1,179 @@
+"""The real model over two real shard processes gives the unsplit model's tokens, in fp32."""
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
+# pyright: reportUnknownArgumentType=false
+# transformers types its models loosely.
+
+from __future__ import annotations
+
+import random
+from collections.abc import AsyncGenerator
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+from time import monotonic
+
+import pytest
+import pytest_asyncio
+import torch
+from transformers import AutoModelForCausalLM
+
+from meshnet.errors import MeshError
+from meshnet.generation import GenerationRequest, Sampling
+from meshnet.head.background import Background
+from meshnet.head.generator import Generator, TextModel
+from meshnet.head.hop_client import HopAnswer, HopClient, HopTimeouts, open_hop
+from meshnet.head.hop_times import HopTimesBook
+from meshnet.head.pipeline import Pipeline, Trace
+from meshnet.head.recovery import Recovery, RecoveryLimits
+from meshnet.head.route_book import RouteBook
+from meshnet.ids import SessionId
+from meshnet.text.tokenizer import ChatTokenizer
+from meshnet.topology import HopSpec
+from meshnet.wire.headers import StepHeaders
+from services.cli.cluster import LocalCluster
+
+pytestmark = [
+    pytest.mark.e2e,
+    pytest.mark.asyncio(loop_scope="module"),
+    pytest.mark.timeout(600),  # the set-up fetches a model and loads it three times
+]
+
+N_TOKENS = 128
+PROMPTS = (
+    "Explain in a few sentences why the sky is blue.",
+    "Write a short story about a lighthouse keeper and a lost ship.",
+    "List five uses of a paper clip, and say why each of them works.",
+)
+
+
+class ForgetfulHop(HopClient):
+    """A hop whose shard loses the session before chosen decode steps.
+
+    Attributes:
+        forget_at: Past lengths of those steps; each is lost once.
+    """
+
+    def __init__(self, inner: HopClient) -> None:
+        self.endpoint = inner.endpoint
+        self.forget_at: set[int] = set()
+        self._inner = inner
+
+    async def step(self, step: StepHeaders, body: bytes) -> HopAnswer:
+        """As the hop, with a loss now and then."""
+        if step.cache == "decode" and step.past_len in self.forget_at:
+            self.forget_at.remove(step.past_len)
+            await self.close_session(SessionId(step.session or ""))
+        return await self._inner.step(step, body)
+
+    async def close_session(self, session: SessionId) -> None:
+        """As the hop."""
+        await self._inner.close_session(session)
+
+
+class Bench:
+    """A head's library over two shard processes."""
+
+    def __init__(self, tokenizer: ChatTokenizer, book: RouteBook, hops: list[ForgetfulHop]) -> None:
+        self.tokenizer = tokenizer
+        self.hops = hops
+        self.rebuilds: list[MeshError] = []
+        self._book = book
+
+    async def generate(self, prompt: list[int], sampling: Sampling) -> list[int]:
+        """`N_TOKENS` tokens after the prompt; end tokens do not end it."""
+        async with Background() as background:
+            generator = Generator(
+                text=TextModel(frozenset(), self.tokenizer.new_detokenizer, self.tokenizer.encode),
+                recovery=Recovery(
+                    RecoveryLimits(),
+                    is_ready=self._book.is_ready,
+                    note=self.rebuilds.append,
+                    clock=monotonic,
+                    jitter=random.Random(0).random,  # noqa: S311  # jitter
+                ),
+                background=background,
+                prefill_chunk_tokens=512,
+                max_concurrent=1,
+            )
+            route = await self._book.ready_route()
+            clients = {hop.endpoint: hop for hop in self.hops}
+            pipeline = Pipeline(route, clients, HopTimesBook(), Trace())
+            request = GenerationRequest(tuple(prompt), N_TOKENS, sampling)
+            events = [event async for event in generator.generate(request, pipeline)]
+        return [event.token_id for event in events if event.token_id is not None]
+
+
+@asynccontextmanager
+async def _open_bench(cluster: LocalCluster, model: Path) -> AsyncGenerator[Bench]:
+    async with AsyncExitStack() as stack:
+        hops = [
+            await stack.enter_async_context(open_hop(shard.url, HopTimeouts(), cluster.cluster_key))
+            for shard in cluster.shards
+        ]
+        book = RouteBook([HopSpec(hop.endpoint) for hop in hops], {h.endpoint: h for h in hops})
+        yield Bench(ChatTokenizer.load(str(model)), book, [ForgetfulHop(hop) for hop in hops])
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def bench(smollm2: Path, two_nodes: LocalCluster) -> AsyncGenerator[Bench]:
+    async with _open_bench(two_nodes, smollm2) as bench:
+        yield bench
+
+
+@pytest.fixture(scope="module")
+def unsplit(smollm2: Path) -> torch.nn.Module:
+    """The whole model, by transformers' own GGUF loader; one thread, as the shards."""
+    torch.set_num_threads(1)
+    (gguf,) = smollm2.glob("*.gguf")
+    model = AutoModelForCausalLM.from_pretrained(smollm2, gguf_file=gguf.name, dtype=torch.float32)
+    model.generation_config.eos_token_id = None
+    return model.eval()
+
+
+def _prompt(bench: Bench, text: str) -> list[int]:
+    return bench.tokenizer.encode_chat([{"role": "user", "content": text}])
+
+
+def _greedy(unsplit: torch.nn.Module, prompt: list[int]) -> list[int]:
+    out = unsplit.generate(  # pyright: ignore[reportCallIssue]  # a module by its type
+        torch.tensor([prompt]), max_new_tokens=N_TOKENS, do_sample=False, pad_token_id=0
+    )
+    return out[0, len(prompt) :].tolist()
+
+
+@pytest.mark.parametrize("text", PROMPTS)
+async def test_two_processes_give_the_unsplit_models_tokens(
+    bench: Bench, unsplit: torch.nn.Module, text: str
+) -> None:
+    """128 greedy tokens over two processes are those of transformers' generate."""
+    prompt = _prompt(bench, text)
+    assert await bench.generate(prompt, Sampling()) == _greedy(unsplit, prompt)
+
+
+@pytest.mark.parametrize("hop", [0, 1])
+@pytest.mark.parametrize("text", PROMPTS)
+async def test_lost_sessions_change_no_token(
+    bench: Bench, unsplit: torch.nn.Module, text: str, hop: int
+) -> None:
+    """The same with the session lost at token 1, in the middle and at the last, on either hop."""
+    prompt = _prompt(bench, text)
+    bench.rebuilds.clear()
+    bench.hops[hop].forget_at = {len(prompt) + n for n in (0, N_TOKENS // 2, N_TOKENS - 2)}
+    tokens = await bench.generate(prompt, Sampling())
+    assert tokens == _greedy(unsplit, prompt)
+    assert [error.code for error in bench.rebuilds] == ["cache_miss"] * 3
+
+
+async def test_a_seeded_draw_survives_lost_sessions(bench: Bench) -> None:
+    """At temperature 1 the same seed gives the same tokens, with a session lost and without."""
+    prompt = _prompt(bench, PROMPTS[0])
+    sampling = Sampling(temperature=1.0, top_p=0.95, seed=7)
+    undisturbed = await bench.generate(prompt, sampling)
+    bench.hops[1].forget_at = {len(prompt), len(prompt) + 40}
+    assert await bench.generate(prompt, sampling) == undisturbed
+
+
+async def test_another_seed_gives_another_text(bench: Bench) -> None:
+    """At temperature 1 another seed draws other tokens."""
+    prompt = _prompt(bench, PROMPTS[0])
+    texts = [await bench.generate(prompt, Sampling(temperature=1.0, seed=seed)) for seed in (1, 2)]
+    assert texts[0] != texts[1]
