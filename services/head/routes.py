@@ -142,13 +142,15 @@ async def _read_body(request: Request, limit: int) -> bytes:
     return b"".join(parts)
 
 
-@openai.api_route("/models", methods=["GET", "HEAD"])
+@openai.get("/models")
+@openai.head("/models", include_in_schema=False)
 async def list_models(head: HeadDep) -> ModelList:
     """The one model served."""
     return model_list([_card(head)])
 
 
-@openai.api_route("/models/{model:path}", methods=["GET", "HEAD"])
+@openai.get("/models/{model:path}")
+@openai.head("/models/{model:path}", include_in_schema=False)
 async def retrieve_model(model: str, head: HeadDep) -> ModelCard:
     """The model, if it is the one served."""
     require_served(model, [head.model_name])
@@ -167,14 +169,17 @@ async def cluster(head: HeadDep) -> ClusterView:
     return cluster_view(head.book, head.times)
 
 
-@operations.api_route("/livez", methods=["GET", "HEAD"])
-@operations.api_route("/health", methods=["GET", "HEAD"])
+@operations.get("/livez")
+@operations.head("/livez", include_in_schema=False)
+@operations.get("/health")
+@operations.head("/health", include_in_schema=False)
 async def livez() -> dict[str, str]:
     """The event loop turns."""
     return {"status": "alive"}
 
 
-@operations.api_route("/readyz", methods=["GET", "HEAD"])
+@operations.get("/readyz")
+@operations.head("/readyz", include_in_schema=False)
 async def readyz(head: HeadDep) -> JSONResponse:
     """Whether a request would be served; the body says why not."""
     try:

@@ -85,13 +85,15 @@ async def shard(host: Host) -> ShardInfo:
     return await host.info()
 
 
-@health.api_route("/livez", methods=["GET", "HEAD"])
+@health.get("/livez")
+@health.head("/livez", include_in_schema=False)
 async def livez() -> dict[str, str]:
     """The event loop turns."""
     return {"status": "alive"}
 
 
-@health.api_route("/readyz", methods=["GET", "HEAD"])
+@health.get("/readyz")
+@health.head("/readyz", include_in_schema=False)
 async def readyz(host: Host) -> JSONResponse:
     """Whether steps are taken; the body says why not."""
     readiness = host.readiness()

@@ -1,0 +1,144 @@
+"""Runs one of the two apps with uvicorn in this process, until a signal."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from ipaddress import ip_address
+from time import sleep
+from typing import Annotated, Final, cast
+
+import typer
+import uvicorn
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from meshnet.errors import MeshError
+from services.cli.errors import BadOption
+
+GRACE_S: Final = 5
+"""How long answers may go on after the signal to stop."""
+_STDIN: Final = 0
+_KEEP_ALIVE_S: Final = 75
+"""Longer than any client's of ours, so that none sends into a connection being closed."""
+
+StopWithStdin = Annotated[
+    bool,
+    typer.Option("--stop-with-stdin", hidden=True, help="Stop when stdin ends: with the parent."),
+]
+
+
+def serve(make_app: Callable[[], ASGIApp], *, host: str, port: int) -> None:
+    """Serve until SIGINT or SIGTERM, then finish what runs, for `GRACE_S` seconds at most.
+
+    Raises:
+        BadOption: The port is taken.
+        MeshError: The app could not start, and said why.
+    """
+    check_port_free(host, port)
+    app = _StartupWatch(make_app())
+    server = uvicorn.Server(
+        uvicorn.Config(
+            app,
+            host=host,
+            port=port,
+            log_config=None,  # create_app has set up the logs
+            access_log=False,
+            timeout_keep_alive=_KEEP_ALIVE_S,
+            timeout_graceful_shutdown=GRACE_S,
+        )
+    )
+    try:
+        server.run()
+    except KeyboardInterrupt:  # uvicorn has stopped in order, and raises the signal once more
+        return
+    except SystemExit:
+        if app.error is not None:
+            raise app.error from None
+        raise
+
+
+class _StartupWatch:
+    """Keeps the MeshError that ends an app's start, which uvicorn would log as a traceback."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.error: MeshError | None = None
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "lifespan":
+            await self._app(scope, receive, send)
+            return
+        held: list[Message] = []
+
+        async def hold_failure(message: Message) -> None:
+            if message["type"] == "lifespan.startup.failed":
+                held.append(message)  # its text is the traceback
+            else:
+                await send(message)
+
+        try:
+            await self._app(scope, receive, hold_failure)
+        except MeshError as error:
+            self.error = error
+            await send({"type": "lifespan.startup.failed", "message": ""})
+        except BaseException:
+            for message in held:
+                await send(message)
+            raise
+
+
+def is_loopback(host: str) -> bool:
+    """Whether `host` can be reached from this machine only."""
+    if host == "localhost":
+        return True
+    with suppress(ValueError):
+        return ip_address(host.strip("[]")).is_loopback
+    return False
+
+
+def check_port_free(host: str, port: int) -> None:
+    """Find out before a model is loaded.
+
+    Raises:
+        BadOption: Somebody listens there already, or the address is not this machine's.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            where = "--host" if isinstance(error, socket.gaierror) else "--port"
+            reason = f"cannot listen on {host}:{port}: {error.strerror}"
+            raise BadOption(where, reason) from error
+
+
+def free_port() -> int:
+    """A port of the loopback interface that is free now; another process may take it first."""
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+        probe.bind(("127.0.0.1", 0))
+        return cast("int", probe.getsockname()[1])
+
+
+def share_of_cores(n_processes: int) -> int:
+    """Threads for each of so many processes: more would wait for each other, spinning."""
+    return max(1, (os.cpu_count() or 1) // n_processes)
+
+
+def stop_with_stdin() -> None:
+    """Stop this process when stdin ends: when the parent is gone, however it ended."""
+    threading.Thread(target=_await_end_of_stdin, name="stdin", daemon=True).start()
+
+
+def _await_end_of_stdin() -> None:
+    # Not sys.stdin: a thread inside its buffer at the interpreter's end is a fatal error.
+    with suppress(OSError):
+        while os.read(_STDIN, 4096):
+            pass
+    os.kill(os.getpid(), signal.SIGTERM)
+    sleep(2 * GRACE_S)
+    os.kill(os.getpid(), signal.SIGKILL)  # nobody is left who could
