@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from meshnet.errors import Forbidden, MeshError, ModelLoading, RouteError
 from meshnet.head.hop_client import HopClient
 from meshnet.topology import HopSpec, Route, build_route
+from meshnet.wire.headers import PROTOCOL_VERSION
 from meshnet.wire.messages import ShardInfo
 
 
@@ -72,7 +73,8 @@ class RouteBook:
 
         Raises:
             Forbidden: An endpoint is not among the configured; no connection was made.
-            RouteError: See `ready_route`.
+            RouteError: A hop is not there or not ready.
+            InvalidRequest: The hops do not tile the model.
         """
         for spec in specs:
             if spec.endpoint not in self._status:
@@ -94,6 +96,14 @@ class RouteBook:
         if status.info is None:
             why = status.error.message if status.error else "unknown"
             raise RouteError(f"the hop {spec.endpoint} is not ready: {why}", endpoint=spec.endpoint)
+        if status.info.protocol != PROTOCOL_VERSION:
+            raise RouteError(
+                f"the hop {spec.endpoint} speaks protocol {status.info.protocol}",
+                field="protocol",
+                value=status.info.protocol,
+                allowed=PROTOCOL_VERSION,
+                endpoint=spec.endpoint,
+            )
         return status.info
 
     async def _ask(self, spec: HopSpec) -> HopStatus:

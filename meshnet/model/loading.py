@@ -72,7 +72,7 @@ class StagePlan:
             torch.set_num_threads(self.n_threads)
         model = self.piece.model
         lazy = self.checkpoint.open(set(self.names.values()))
-        meter = _Meter(progress)
+        meter = _Meter(progress, model.dtype.itemsize)
         state = {name: _Metered(lazy[source], meter) for name, source in self.names.items()}
         mapping = [] if isinstance(self.checkpoint, GgufCheckpoint) else _conversions(model)
         _fill(model, state, mapping, self.twins)
@@ -247,12 +247,15 @@ def _fingerprint(facts: ShardFacts, model: PreTrainedModel) -> str:
 
 
 class _Meter:
-    def __init__(self, progress: Progress) -> None:
+    """Counts what was read, in bytes of the stage's dtype, whatever the file's is."""
+
+    def __init__(self, progress: Progress, itemsize: int) -> None:
         self._progress = progress
+        self._itemsize = itemsize
         self._seen = 0
 
-    def add(self, nbytes: int) -> None:
-        self._seen += nbytes
+    def add(self, n_elements: int) -> None:
+        self._seen += n_elements * self._itemsize
         self._progress(self._seen)
 
 
@@ -265,5 +268,5 @@ class _Metered:
 
     def __getitem__(self, index: Any) -> torch.Tensor:  # noqa: ANN401  # as slices of tensors go
         value = self._tensor[index]
-        self._meter.add(value.nbytes)
+        self._meter.add(value.numel())
         return value

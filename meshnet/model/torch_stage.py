@@ -13,7 +13,7 @@ import torch
 from transformers import DynamicCache, PreTrainedConfig
 from transformers.cache_utils import CacheLayerMixin
 
-from meshnet.errors import StageError
+from meshnet.errors import MeshError, StageError
 from meshnet.model import split
 from meshnet.model.interface import CacheState, StageOutput, StageStep
 from meshnet.model.sampler import sample
@@ -22,7 +22,7 @@ from meshnet.topology import ShardFacts
 from meshnet.wire.frames import Dtype
 from meshnet.wire.messages import TailAnswer
 
-_PROBE_TOKENS = 4
+_PROBE_TOKENS = (4, 8)
 
 
 class StageCache(DynamicCache):
@@ -82,7 +82,7 @@ class TorchStage:
         self._facts = facts
         self._pieces = {facts.span.start: piece}
         self._numbered = facts.span.start
-        self._bytes_per_token = self._probe()
+        self._state_bytes, self._token_bytes = self._probe()
 
     @property
     def facts(self) -> ShardFacts:
@@ -94,8 +94,8 @@ class TorchStage:
         return TorchState(StageCache(self._piece(start_layer).config))
 
     def state_nbytes(self, n_tokens: int) -> int:
-        """About how many bytes a state of `n_tokens` tokens takes: a measured cost a token."""
-        return self._bytes_per_token * n_tokens
+        """About how many bytes a state of `n_tokens` tokens takes, as measured on short ones."""
+        return self._state_bytes + self._token_bytes * n_tokens
 
     def run(self, step: StageStep, state: CacheState | None) -> StageOutput:
         """Run the layers on one step; see StageModel.run."""
@@ -107,7 +107,9 @@ class TorchStage:
         try:
             with torch.inference_mode():
                 return self._forward(piece, step, cache)
-        except (RuntimeError, ValueError, IndexError) as error:
+        except Exception as error:  # whatever a family's own forward may raise
+            if isinstance(error, MeshError):
+                raise
             raise StageError(
                 f"layers {step.start_layer}-{self._facts.span.end} failed at position "
                 f"{step.position}: {error}",
@@ -156,17 +158,25 @@ class TorchStage:
             self._pieces[start_layer] = split.enter_at(whole, start_layer - self._facts.span.start)
         return self._pieces[start_layer]
 
-    def _probe(self) -> int:
-        """Run a few tokens once: shows that the stage works, and what a token costs in bytes."""
-        piece = self._pieces[self._facts.span.start]
-        state = self.new_state(self._facts.span.start)
-        positions = torch.arange(_PROBE_TOKENS).unsqueeze(0)
-        if self._facts.span.start == 0:
+    def _probe(self) -> tuple[int, int]:
+        """Run two short texts: shows that the stage works, and what its state takes.
+
+        Returns:
+            Bytes of a state whatever its length (recurrent layers), and of each token (attention).
+        """
+        few, more = (self._probed_nbytes(n_tokens) for n_tokens in _PROBE_TOKENS)
+        token_bytes = (more - few) // (_PROBE_TOKENS[1] - _PROBE_TOKENS[0])
+        return few - token_bytes * _PROBE_TOKENS[0], token_bytes
+
+    def _probed_nbytes(self, n_tokens: int) -> int:
+        facts = self._facts
+        piece, state = self._piece(facts.span.start), self.new_state(facts.span.start)
+        positions = torch.arange(n_tokens).unsqueeze(0)
+        if facts.span.start == 0:
             inputs = {"input_ids": torch.zeros_like(positions)}
         else:
-            shape = (1, _PROBE_TOKENS, self._facts.hidden_size)
-            dtype = torch_dtype(cast("Dtype", self._facts.dtype))
-            inputs = {"inputs_embeds": torch.zeros(shape, dtype=dtype)}
+            dtype = torch_dtype(cast("Dtype", facts.dtype))
+            inputs = {"inputs_embeds": torch.zeros((1, n_tokens, facts.hidden_size), dtype=dtype)}
         with torch.inference_mode():
             piece.base(**inputs, position_ids=positions, cache=state.cache, use_cache=True)
-        return -(-state.nbytes // _PROBE_TOKENS)
+        return state.nbytes

@@ -49,6 +49,20 @@ class ComputeThread:
         # What still runs ends by itself; waiting for it here would block the loop.
         await asyncio.to_thread(self._executor.shutdown)
 
+    def check_room(self) -> None:
+        """Find out whether a function would be taken, before anything is given up for it.
+
+        Raises:
+            QueueFull: Too many functions wait already.
+        """
+        if self._queued >= self._max_queued:
+            raise QueueFull(
+                f"{self._queued} steps are waiting",
+                field="queue",
+                value=self._queued,
+                allowed=self._max_queued,
+            )
+
     async def run(self, function: Callable[[], ResultT]) -> Timed[ResultT]:
         """Run `function` on the thread and wait for it.
 
@@ -58,13 +72,7 @@ class ComputeThread:
         Raises:
             QueueFull: Too many functions wait already; nothing was run.
         """
-        if self._queued >= self._max_queued:
-            raise QueueFull(
-                f"{self._queued} steps are waiting",
-                field="queue",
-                value=self._queued,
-                allowed=self._max_queued,
-            )
+        self.check_room()
         queued_at = perf_counter()
 
         def timed() -> Timed[ResultT]:

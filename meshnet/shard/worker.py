@@ -120,11 +120,13 @@ class ShardWorker:
     async def _cached(self, step: StepHeaders, work: StageStep) -> Timed[StageOutput]:
         session = SessionId(cast("str", step.session))  # check() has seen to it
         key = CacheKey(session, work.start_layer, self.stage.facts.span.end)
+        # Before the lease: a step that is refused inside one costs the session its state.
+        self.compute.check_room()
         lease = self.store.lease(
             key,
             StepRef(StepId(step.step) if step.step else None, step.past_len),
             fresh=step.past_len == 0,
-            need_bytes=self._need_bytes(work.frame.n_tokens),
+            need_bytes=self._need_bytes(work),
             new_state=lambda: self.stage.new_state(work.start_layer),
         )
         async with lease as held:
@@ -139,12 +141,13 @@ class ShardWorker:
         self._log_step(step, session, done)
         return done
 
-    def _need_bytes(self, n_tokens: int) -> int:
+    def _need_bytes(self, work: StageStep) -> int:
         """What a step adds: the state's growth, and the answer kept for a repeat."""
-        facts = self.stage.facts
+        facts, n_tokens = self.stage.facts, work.frame.n_tokens
+        held = self.stage.state_nbytes(work.position) if work.position else 0
         is_tail = facts.span.end == facts.n_layers
         answer = 0 if is_tail else n_tokens * facts.hidden_size * 4
-        return self.stage.state_nbytes(n_tokens) + answer
+        return self.stage.state_nbytes(work.position + n_tokens) - held + answer
 
     def _start_layer(self, step: StepHeaders) -> int:
         span = self.stage.facts.span

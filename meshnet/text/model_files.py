@@ -50,7 +50,7 @@ def find_folder(model: str) -> Path:
     Raises:
         ModelError: There is no such folder and no such repository, or it cannot be reached.
     """
-    folder = Path(model)
+    folder = Path(model).expanduser()
     if folder.is_dir():
         return folder
     if not _HUGGING_FACE_ID.fullmatch(model):

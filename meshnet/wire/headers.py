@@ -44,11 +44,19 @@ def _split_shape(value: object) -> object:
     return [part.strip() for part in value.split(",")] if isinstance(value, str) else value
 
 
+def _read_decimal(value: object) -> object:
+    """Digits only: pydantic alone would also read `5.0`, `+5` and `1_0`."""
+    if isinstance(value, str) and not (value.isascii() and value.isdecimal()):
+        raise ValueError("digits only")
+    return value
+
+
 def _read_json(value: object) -> object:
     return from_json(value.encode(), allow_inf_nan=False) if isinstance(value, str) else value
 
 
-Axis = Annotated[int, Field(ge=1, le=_MAX_AXIS)]
+Axis = Annotated[int, BeforeValidator(_read_decimal), Field(ge=1, le=_MAX_AXIS)]
+Count = Annotated[int, BeforeValidator(_read_decimal), Field(ge=0, le=_MAX_AXIS)]
 Shape = Annotated[
     tuple[Axis, ...], BeforeValidator(_split_shape), Field(min_length=2, max_length=3)
 ]
@@ -64,10 +72,10 @@ class StepHeaders(BaseModel):
 
     session: Annotated[Token | None, Field(alias=SESSION)] = None
     cache: Annotated[CacheMode, Field(alias=CACHE)] = "stateless"
-    past_len: Annotated[int, Field(alias=PAST_LEN, ge=0, le=_MAX_AXIS)] = 0
+    past_len: Annotated[Count, Field(alias=PAST_LEN)] = 0
     shape: Annotated[Shape, Field(alias=SHAPE)]
     dtype: Annotated[Dtype, Field(alias=DTYPE)]
-    start_layer: Annotated[int | None, Field(alias=START_LAYER, ge=0, le=_MAX_AXIS)] = None
+    start_layer: Annotated[Count | None, Field(alias=START_LAYER)] = None
     fingerprint: Annotated[Token | None, Field(alias=FINGERPRINT)] = None
     step: Annotated[Token | None, Field(alias=STEP)] = None
     sampling: Annotated[Sampling | None, BeforeValidator(_read_json), Field(alias=SAMPLING)] = None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 from pydantic import Field, SecretStr, ValidationError
 from pydantic_settings import BaseSettings, SettingsConfigDict, SettingsError
@@ -27,7 +27,7 @@ class CliSettings(BaseSettings):
 
     models_dir: Path = Field(default_factory=lambda: Path.home() / ".cache/meshnet/models")
     """Where fetched models are kept, a folder each."""
-    cluster_key: SecretStr | None = None
+    cluster_key: Annotated[SecretStr, Field(min_length=1)] | None = None
     """The key of a cluster that `meshnet up` starts; None makes a random one."""
 
 

@@ -72,8 +72,7 @@ def shard(
 
 def _check_reach(host: str, settings: ShardSettings) -> None:
     """A shard computes for, and tells its cache to, whoever reaches it: not without a key."""
-    key = settings.cluster_key.get_secret_value() if settings.cluster_key else ""
-    if not key and not is_loopback(host):
+    if settings.cluster_key is None and not is_loopback(host):
         raise BadOption(
             "--host",
             f"{host} can be reached from other machines, and no cluster key is set, so that "

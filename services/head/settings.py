@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 from pydantic import (
     BaseModel,
     ConfigDict,
     Field,
     NonNegativeInt,
-    PositiveFloat,
     PositiveInt,
     SecretStr,
 )
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from meshnet.observability import LogFormat
+
+Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 
 class HopSetting(BaseModel):
@@ -39,18 +42,18 @@ class HeadSettings(BaseSettings):
 
     prefill_chunk_tokens: PositiveInt = 512
     max_body_bytes: PositiveInt = 8 * 1024**2
-    max_concurrent_requests: PositiveInt = 16
+    max_concurrent_requests: Annotated[int, Field(ge=1, le=128)] = 16
     """More than these at once are answered 503 with Retry-After."""
 
-    connect_timeout_s: PositiveFloat = 5.0
-    step_timeout_s: PositiveFloat = 120.0
+    connect_timeout_s: Seconds = 5.0
+    step_timeout_s: Seconds = 120.0
     """The longest a hop may take for one step."""
-    recovery_timeout_s: PositiveFloat = 60.0
+    recovery_timeout_s: Seconds = 60.0
     """The longest one token may take to recover, waiting for a lost hop included."""
     max_rebuilds_per_token: PositiveInt = 4
-    route_poll_s: PositiveFloat = 2.0
+    route_poll_s: Seconds = 2.0
     """How often the hops are asked whether they are ready."""
 
-    cluster_key: SecretStr | None = None
+    cluster_key: Annotated[SecretStr, Field(min_length=1)] | None = None
     """Sent to every shard; a caller who pins a route must show it as bearer token."""
     log_format: LogFormat = "console"

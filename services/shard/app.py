@@ -10,6 +10,7 @@ from time import monotonic
 from typing import TypedDict
 
 from fastapi import FastAPI
+from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
 from meshnet.cache.policy import CacheLimits
@@ -24,7 +25,7 @@ from meshnet.shard.step_log import DecodeLog
 from meshnet.topology import LayerSpan
 from meshnet.wire.messages import ShardLimits
 from services.shard.metrics import ShardMetrics
-from services.shard.routes import health, on_caller_left, on_mesh_error, protocol
+from services.shard.routes import health, on_caller_left, on_http_exception, on_mesh_error, protocol
 from services.shard.settings import ShardSettings
 
 
@@ -76,10 +77,11 @@ def create_app(
             await stack.enter_async_context(_background(_sweep(host, config)))
             yield {"host": host, "metrics": ShardMetrics(), "settings": config}
 
-    app = FastAPI(title="Meshnet shard", lifespan=lifespan, docs_url=None, redoc_url=None)
+    app = FastAPI(title="Meshnet shard", lifespan=lifespan, openapi_url=None)
     app.include_router(health)
     app.include_router(protocol)
     app.add_exception_handler(MeshError, on_mesh_error)
+    app.add_exception_handler(HTTPException, on_http_exception)
     app.add_exception_handler(ClientDisconnect, on_caller_left)
     return app
 

@@ -8,6 +8,7 @@ from typing import Annotated, cast
 from fastapi import APIRouter, Depends, Request, Response
 from fastapi.responses import JSONResponse
 from prometheus_client import CONTENT_TYPE_LATEST
+from starlette.exceptions import HTTPException
 
 from meshnet.errors import InvalidRequest, MeshError, ModelError, Unauthorized
 from meshnet.ids import TOKEN_PATTERN, SessionId, is_token
@@ -141,6 +142,18 @@ async def on_mesh_error(request: Request, error: Exception) -> JSONResponse:
     return JSONResponse(
         problems.to_problem(mesh_error),
         status_code=mesh_error.status,
+        media_type=problems.MEDIA_TYPE,
+    )
+
+
+async def on_http_exception(request: Request, error: Exception) -> JSONResponse:
+    """No such path or method."""
+    refused = cast("HTTPException", error)
+    problem = problems.to_problem(InvalidRequest(str(refused.detail), field="path"))
+    return JSONResponse(
+        problem | {"status": refused.status_code, "value": request.url.path[:200]},
+        status_code=refused.status_code,
+        headers=refused.headers,
         media_type=problems.MEDIA_TYPE,
     )
 

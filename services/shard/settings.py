@@ -33,6 +33,6 @@ class ShardSettings(BaseSettings):
     max_step_tokens: PositiveInt = 2048
     max_queued_steps: PositiveInt = 64
 
-    cluster_key: SecretStr | None = None
+    cluster_key: Annotated[SecretStr, Field(min_length=1)] | None = None
     """If set, every call but the health checks and metrics must carry it as a bearer token."""
     log_format: LogFormat = "console"
