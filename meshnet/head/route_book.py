@@ -6,10 +6,10 @@ import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from meshnet.errors import Forbidden, MeshError, ModelLoading, RouteError
+from meshnet.errors import Forbidden, InvalidRequest, MeshError, ModelLoading, RouteError
 from meshnet.head.hop_client import HopClient
-from meshnet.topology import HopSpec, Route, build_route
-from meshnet.wire.headers import PROTOCOL_VERSION
+from meshnet.topology import HopSpec, Route, ShardFacts, build_route
+from meshnet.wire.headers import PROTOCOL_VERSION, ROUTE
 from meshnet.wire.messages import ShardInfo
 
 
@@ -66,7 +66,7 @@ class RouteBook:
         Raises:
             RouteError: A hop is not there or not ready, or the hops do not tile the model.
         """
-        return await self._ready(self._specs)
+        return build_route(self._specs, await self._facts(self._specs))
 
     async def pinned_route(self, specs: Sequence[HopSpec]) -> Route:
         """A caller's own route over configured hops.
@@ -80,16 +80,20 @@ class RouteBook:
             if spec.endpoint not in self._status:
                 raise Forbidden(
                     f"{spec.endpoint[:200]} is not among this head's hops",
-                    field="X-Meshnet-Route",
+                    field=ROUTE,
                     value=spec.endpoint[:200],
                     allowed=sorted(self._status),
                 )
-        return await self._ready(specs)
+        facts = await self._facts(specs)
+        try:
+            return build_route(specs, facts)
+        except RouteError as error:  # here the caller's mistake, not a hop's
+            raise InvalidRequest(f"{ROUTE}: {error.message}", field=ROUTE) from error
 
-    async def _ready(self, specs: Sequence[HopSpec]) -> Route:
+    async def _facts(self, specs: Sequence[HopSpec]) -> list[ShardFacts]:
         if any(self._status[spec.endpoint].info is None for spec in specs):
             await self.refresh()
-        return build_route(specs, [self._info(spec).facts() for spec in specs])
+        return [self._info(spec).facts() for spec in specs]
 
     def _info(self, spec: HopSpec) -> ShardInfo:
         status = self._status[spec.endpoint]

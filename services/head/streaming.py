@@ -14,6 +14,8 @@ from starlette.types import Receive, Scope, Send
 ResultT = TypeVar("ResultT")
 
 _PING_S = 15
+_SEND_TIMEOUT_S = 60
+"""A client that takes nothing for so long has gone; its place is needed."""
 _HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 
 
@@ -29,6 +31,7 @@ class EventStream(EventSourceResponse):
             _events(first, chunks),
             sep="\n",  # many clients split on a blank line made of LF
             ping=_PING_S,
+            send_timeout=_SEND_TIMEOUT_S,
             ping_message_factory=lambda: ServerSentEvent(comment="keep-alive", sep="\n"),
             headers={**_HEADERS, **headers},
         )

@@ -12,6 +12,7 @@ import httpx
 import pytest
 
 from meshnet.model.fake_stage import HIDDEN_SIZE
+from tests.support.http import plain_client
 from tests.support.mesh import (
     CLUSTER_KEY,
     Shard,
@@ -149,7 +150,8 @@ async def test_decode_steps_are_logged_once_an_interval(caplog: pytest.LogCaptur
             for past_len, now[0] in enumerate((0.0, 1.0, 4.9, 5.5, 6.0), start=4):
                 await _step(shard, mode="decode", past_len=past_len)
             await _step(shard, session="b", mode="decode", past_len=4)
-    records = [cast("dict[str, object]", r.msg) for r in caplog.records if isinstance(r.msg, dict)]
+    messages: list[object] = [record.msg for record in caplog.records]
+    records = [cast("dict[str, object]", m) for m in messages if isinstance(m, dict)]
     lines = [record for record in records if record["event"] == "decode"]
     assert [(m["session_id"], m["steps"]) for m in lines] == [("a", 1), ("a", 4), ("b", 1)]
 
@@ -169,7 +171,7 @@ async def test_cached_and_stateless_generation_agree(*, chunk: int) -> None:
 
 
 async def _delete_session(shard: Shard, session: str) -> None:
-    async with httpx.AsyncClient(headers=_auth(), trust_env=False) as client:
+    async with plain_client(headers=_auth()) as client:
         assert (await client.delete(f"{shard.url}/v1/sessions/{session}")).status_code == 204
 
 
@@ -191,7 +193,7 @@ async def _step(
         "x-meshnet-start-layer": str(start_layer),
     }
     body = bytes(4 * HIDDEN_SIZE * n_tokens)
-    async with httpx.AsyncClient(headers=_auth(), trust_env=False) as client:
+    async with plain_client(headers=_auth()) as client:
         return await client.post(f"{shard.url}/v1/forward", content=body, headers=headers)
 
 

@@ -21,6 +21,7 @@ from services.head.app import create_app as create_head
 from services.head.settings import HeadSettings, HopSetting
 from services.shard.app import create_app as create_shard
 from services.shard.settings import ShardSettings
+from tests.support.http import plain_client
 from tests.support.recorder import Recorder
 from tests.support.serving import Served, serve
 
@@ -106,7 +107,7 @@ def body_of(content: str, **parameters: object) -> dict[str, object]:
 async def get_shard(url: str) -> dict[str, dict[str, int]]:
     """A shard's description."""
     auth = {"authorization": f"Bearer {CLUSTER_KEY}"}
-    async with httpx.AsyncClient(headers=auth, trust_env=False) as client:
+    async with plain_client(headers=auth) as client:
         return (await client.get(f"{url}/v1/shard")).json()
 
 
@@ -146,7 +147,7 @@ async def serve_head(
     app = create_head(settings, tokenizer=tokenizer or number_tokenizer())
     async with (
         serve(app) as head,
-        httpx.AsyncClient(base_url=head.url, trust_env=False, timeout=30) as client,
+        plain_client(head.url) as client,
     ):
         yield head, client
 

@@ -13,6 +13,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 class SeenStep:
     """What one step's headers said."""
 
+    request: str
     session: str
     mode: str
     shape: str
@@ -48,9 +49,15 @@ class Recorder:
 
 def _seen(headers: Headers) -> SeenStep:
     return SeenStep(
+        request=headers.get("x-request-id", ""),
         session=headers.get("x-meshnet-session", ""),
         mode=headers.get("x-meshnet-cache", ""),
         shape=headers.get("x-meshnet-shape", ""),
-        past_len=int(headers.get("x-meshnet-past-len", "0")),
-        start_layer=int(headers.get("x-meshnet-start-layer", "-1")),
+        past_len=_number(headers.get("x-meshnet-past-len", "0")),
+        start_layer=_number(headers.get("x-meshnet-start-layer", "-1")),
     )
+
+
+def _number(text: str) -> int:
+    """What is no number is noted as -1: to refuse it is the shard's affair."""
+    return int(text) if text.isdecimal() and len(text) < 20 else -1

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import httpx
 
 from meshnet.model.fake_stage import HIDDEN_SIZE
+from tests.support.http import plain_client
 from tests.support.mesh import CLUSTER_KEY
 
 Body = bytes | AsyncIterator[bytes]
@@ -67,7 +68,7 @@ class ShardClient:
 async def shard_client(url: str, start_layer: int = 0) -> AsyncGenerator[ShardClient]:
     """A caller that knows the cluster key."""
     auth = {"authorization": f"Bearer {CLUSTER_KEY}"}
-    async with httpx.AsyncClient(base_url=url, headers=auth, trust_env=False, timeout=30) as http:
+    async with plain_client(url, auth) as http:
         yield ShardClient(http, start_layer)
 
 

@@ -89,6 +89,8 @@ def test_what_may_work_later_is_503(error: errors.MeshError, code: str) -> None:
         errors.ModelMismatch(SECRET),
         errors.CacheMiss(SECRET),
         errors.InvalidRequest(SECRET, field="X-Meshnet-Shape", endpoint="http://10.0.0.3:8001"),
+        errors.Unauthorized(SECRET, endpoint="http://10.0.0.3:8001"),
+        errors.Forbidden(SECRET, endpoint="http://10.0.0.3:8001"),
         RuntimeError(SECRET),
     ],
 )

@@ -1,0 +1,375 @@
+from __future__ import annotations
+
+import json
+
+import httpx
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from meshnet.errors import (
+    CacheMiss,
+    HopProtocolError,
+    HopTimeout,
+    HopUnreachable,
+    InvalidRequest,
+    MeshError,
+    QueueFull,
+)
+from meshnet.generation import Sampling
+from meshnet.head.hop_client import HopAnswer, HopClient, HopTimeouts, open_hop
+from meshnet.ids import SessionId
+from meshnet.model.fake_stage import fake_facts
+from meshnet.topology import LayerSpan
+from meshnet.wire import headers
+from meshnet.wire.frames import Frame
+from meshnet.wire.headers import StepHeaders
+from meshnet.wire.messages import ShardReadiness, TailAnswer
+from tests.unit.fakes import shard_info
+from tests.unit.head.making import hidden, hop_client, problem, token
+
+A = "http://a:1"
+INFO = shard_info(fake_facts(LayerSpan(0, 2)))
+STEP = StepHeaders(
+    session="s",
+    cache="prefill",
+    shape=(1, 2),
+    dtype="int32",
+    start_layer=0,
+    fingerprint="f",
+    step="id",
+    sampling=Sampling(temperature=0.5, seed=3),
+    request_id="r",
+)
+BODY = Frame.of_token_ids([5, 6]).data
+
+
+class Shard:
+    """Answers the same to every request, and keeps the last one."""
+
+    def __init__(self, answer: httpx.Response | Exception) -> None:
+        self._answer = answer
+        self.request = httpx.Request("GET", A)
+
+    async def __call__(self, request: httpx.Request) -> httpx.Response:
+        self.request = request
+        if isinstance(self._answer, Exception):
+            raise self._answer
+        return self._answer
+
+    def client(self, timeouts: HopTimeouts | None = None) -> HopClient:
+        return hop_client(A, self, timeouts)
+
+
+async def step_answered(answer: httpx.Response | Exception) -> HopAnswer:
+    return await Shard(answer).client().step(STEP, BODY)
+
+
+# --- what is sent ---
+
+
+async def test_a_step_is_one_post() -> None:
+    """A step goes to /v1/forward with its headers, its bytes and their media type."""
+    shard = Shard(token(7))
+    await shard.client().step(STEP, BODY)
+    request = shard.request
+
+    assert (request.method, str(request.url)) == ("POST", f"{A}/v1/forward")
+    assert (request.content, headers.parse(request.headers)) == (BODY, STEP)
+    assert request.headers["content-type"] == "application/octet-stream"
+
+
+async def test_closing_is_a_delete() -> None:
+    """A session is freed by its id, and nothing need be answered."""
+    shard = Shard(httpx.Response(204))
+    await shard.client().close_session(SessionId("s-1"))
+
+    assert (shard.request.method, shard.request.url.path) == ("DELETE", "/v1/sessions/s-1")
+
+
+TIMEOUTS = HopTimeouts(connect_s=1, step_s=20, probe_s=3)
+
+
+async def test_a_step_has_the_steps_time() -> None:
+    """A step may take step_s, connecting and getting a place in the pool connect_s."""
+    shard = Shard(token(7))
+    await shard.client(TIMEOUTS).step(STEP, BODY)
+
+    assert shard.request.extensions["timeout"] == {
+        "connect": 1,
+        "pool": 1,
+        "read": 20,
+        "write": 20,
+    }
+
+
+async def test_a_probe_has_little_time() -> None:
+    """What computes nothing may take probe_s."""
+    shard = Shard(httpx.Response(204))
+    await shard.client(TIMEOUTS).close_session(SessionId("s"))
+
+    assert shard.request.extensions["timeout"]["read"] == 3
+
+
+# --- what is answered ---
+
+
+async def test_a_tails_answer_is_read() -> None:
+    """JSON is a tail's answer."""
+    assert (await step_answered(token(7))).result == TailAnswer(token_id=7)
+
+
+@pytest.mark.parametrize(
+    "answer", [TailAnswer(), TailAnswer(text="hi"), TailAnswer(token_id=3, text="hi")], ids=str
+)
+async def test_a_tail_may_answer_text_or_nothing(answer: TailAnswer) -> None:
+    """A tail that samples nothing answers {}, one of a mixed fleet text."""
+    body = answer.model_dump(exclude_none=True)
+
+    assert (await step_answered(httpx.Response(200, json=body))).result == answer
+
+
+async def test_hidden_states_are_read() -> None:
+    """Bytes are hidden states of the dtype and shape in the headers."""
+    result = (await step_answered(hidden(2))).result
+
+    assert result == Frame("float32", (1, 2, 4), bytes(32))
+
+
+async def test_the_hops_times_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Queue and compute time are the hop's, the whole is the head's own measure."""
+    ticks = iter([1.0, 1.25])
+    monkeypatch.setattr("meshnet.head.hop_client.perf_counter", lambda: next(ticks))
+    response = hidden(2, **{headers.QUEUE_MS: "1.5", headers.COMPUTE_MS: "20"})
+    answer = await step_answered(response)
+
+    assert (answer.step_ms, answer.queue_ms, answer.compute_ms) == (250.0, 1.5, 20.0)
+
+
+@pytest.mark.parametrize("times", [{}, {headers.QUEUE_MS: "soon", headers.COMPUTE_MS: ""}])
+async def test_missing_times_are_zero(times: dict[str, str]) -> None:
+    """A hop that does not tell its times, or nonsense, is used all the same."""
+    answer = await step_answered(hidden(2, **times))
+
+    assert (answer.queue_ms, answer.compute_ms) == (0.0, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("raised", "kind"),
+    [
+        (httpx.ConnectError("refused"), HopUnreachable),
+        (httpx.ConnectTimeout(""), HopUnreachable),
+        (httpx.PoolTimeout(""), HopUnreachable),
+        (httpx.ReadError(""), HopUnreachable),
+        (httpx.WriteError("broken pipe"), HopUnreachable),
+        (httpx.RemoteProtocolError("cut"), HopUnreachable),
+        (httpx.ReadTimeout(""), HopTimeout),
+        (httpx.WriteTimeout(""), HopTimeout),
+        (httpx.DecodingError("no gzip"), HopProtocolError),
+    ],
+    ids=lambda value: value.__name__ if isinstance(value, type) else type(value).__name__,
+)
+async def test_httpxs_errors_become_ours(raised: Exception, kind: type[MeshError]) -> None:
+    """Refused and cut are unreachable, slow is a time-out; each names the hop, and its cause."""
+    with pytest.raises(MeshError) as caught:
+        await step_answered(raised)
+
+    assert (type(caught.value), caught.value.members) == (kind, {"endpoint": A})
+    assert caught.value.__cause__ is raised
+
+
+async def test_an_error_without_words_is_named() -> None:
+    """An error of httpx that says nothing is told by its class."""
+    with pytest.raises(HopUnreachable, match="ReadError"):
+        await step_answered(httpx.ReadError(""))
+
+
+async def test_a_compressed_answer_that_is_damaged_is_a_protocol_error() -> None:
+    """What the hop claims to be gzip and is not, is no answer of our protocol."""
+
+    async def shard(_: httpx.Request) -> httpx.Response:
+        return httpx.Response(
+            200, stream=httpx.ByteStream(b"no gzip"), headers={"content-encoding": "gzip"}
+        )
+
+    with pytest.raises(HopProtocolError, match="cannot be decoded"):
+        await hop_client(A, shard).step(STEP, BODY)
+
+
+@pytest.mark.parametrize(
+    "refusal",
+    [
+        CacheMiss("gone", reason="evicted", held=0),
+        QueueFull("busy", value=4),
+        InvalidRequest("wrong", field="X-Meshnet-Shape", allowed="1,TOKENS"),
+    ],
+    ids=lambda error: error.code,
+)
+async def test_a_refusal_comes_out_as_it_was_raised(refusal: MeshError) -> None:
+    """A problem document becomes the shard's own error, and names the shard."""
+    with pytest.raises(MeshError) as caught:
+        await step_answered(problem(refusal))
+
+    assert (type(caught.value), caught.value.message) == (type(refusal), refusal.message)
+    assert caught.value.members == {**refusal.members, "endpoint": A}
+
+
+@pytest.mark.parametrize("status", [301, 404, 500, 502])
+async def test_a_foreign_error_page_is_a_protocol_error(status: int) -> None:
+    """A proxy's HTML names hop and status."""
+    page = httpx.Response(status, html="<html>Bad Gateway</html>", headers={"location": "/x"})
+    with pytest.raises(HopProtocolError, match=f"answered {status}") as caught:
+        await step_answered(page)
+
+    assert caught.value.members == {"endpoint": A, "status": status}
+
+
+@pytest.mark.parametrize(
+    "response",
+    [
+        httpx.Response(200, html="<html>hello</html>"),
+        httpx.Response(204),
+        hidden(2, **{headers.DTYPE: "object"}),
+        hidden(2, **{headers.SHAPE: "1,3,4"}),
+        hidden(2, **{headers.SHAPE: "8"}),
+        hidden(2, **{headers.SHAPE: "1,-2,-4"}),
+        hidden(2, **{headers.SHAPE: "1,2,x"}),
+        hidden(2, **{headers.SHAPE: "1,1099511627776,4"}),
+        hidden(2, **{headers.SHAPE: "9" * 5000}),
+    ],
+    ids=["html", "nothing", "dtype", "lie", "rank", "negative", "word", "huge", "digits"],
+)
+async def test_a_wrong_frame_is_a_protocol_error(response: httpx.Response) -> None:
+    """An answer whose bytes are not what its headers say is not taken."""
+    with pytest.raises(HopProtocolError, match="answered no frame") as caught:
+        await step_answered(response)
+
+    assert caught.value.members == {"endpoint": A}
+
+
+@pytest.mark.parametrize(
+    "body", [b"", b"{", b"[]", b'"7"', b'{"token_id": "x"}', b'{"token_id": -1}', b"[" * 10_000]
+)
+async def test_malformed_json_is_a_protocol_error(body: bytes) -> None:
+    """A tail's JSON that is none, or not a tail's, is not taken."""
+    response = httpx.Response(200, content=body, headers={"content-type": "application/json"})
+    with pytest.raises(HopProtocolError, match="answered no TailAnswer"):
+        await step_answered(response)
+
+
+ASCII = st.text(st.characters(min_codepoint=32, max_codepoint=126), max_size=40)
+BODIES = st.binary(max_size=64) | st.just(BODY)
+NAMED = st.dictionaries(
+    st.sampled_from([headers.SHAPE, headers.DTYPE, headers.QUEUE_MS, "content-type"]),
+    ASCII | st.sampled_from(["1,2,4", "1,2", "int32", "float32", "application/json", "inf"]),
+)
+STATUSES = st.sampled_from([200, 200, 201, 204, 400, 409, 500, 503])
+
+
+@given(STATUSES, BODIES, NAMED)
+async def test_any_answer_is_a_result_or_an_error_of_ours(
+    status: int, body: bytes, named: dict[str, str]
+) -> None:
+    """Whatever a hop answers, nothing but a MeshError is raised."""
+    try:
+        result = (await step_answered(httpx.Response(status, content=body, headers=named))).result
+    except MeshError as error:
+        result = error
+
+    assert isinstance(result, Frame | TailAnswer | MeshError)
+
+
+# --- descriptions ---
+
+
+async def test_a_description_is_read() -> None:
+    """What the shard says of itself comes out as it went in."""
+    shard = Shard(httpx.Response(200, content=INFO.model_dump_json()))
+    found = await shard.client().describe()
+
+    assert (found, shard.request.url.path) == (INFO, "/v1/shard")
+
+
+@pytest.mark.parametrize("body", [b"{}", b"<html>", b'{"boot_id": 1}'])
+async def test_a_malformed_description_is_a_protocol_error(body: bytes) -> None:
+    """A description that is none names the hop."""
+    with pytest.raises(HopProtocolError, match="answered no ShardInfo") as caught:
+        await Shard(httpx.Response(200, content=body)).client().describe()
+
+    assert caught.value.members == {"endpoint": A}
+
+
+async def test_an_impossible_span_is_a_protocol_error() -> None:
+    """A shard that claims no layer at all does not describe a shard."""
+    lie = INFO.model_dump() | {"start_layer": 2}
+    with pytest.raises(HopProtocolError):
+        await Shard(httpx.Response(200, content=json.dumps(lie))).client().describe()
+
+
+@pytest.mark.parametrize(("status", "state"), [(200, "ready"), (503, "loading"), (503, "failed")])
+async def test_readiness_is_read_also_from_a_503(status: int, state: str) -> None:
+    """A shard that is not ready says so with 503, and that is no error here."""
+    shard = Shard(httpx.Response(status, json={"state": state}))
+    found = await shard.client().readiness()
+
+    assert (found, shard.request.url.path) == (
+        ShardReadiness.model_validate({"state": state}),
+        "/readyz",
+    )
+
+
+async def test_a_proxys_503_is_no_readiness() -> None:
+    """A 503 of somebody else's is a protocol error."""
+    with pytest.raises(HopProtocolError):
+        await Shard(httpx.Response(503, html="<html>")).client().readiness()
+
+
+async def test_another_status_is_no_readiness() -> None:
+    """Only 200 and 503 tell readiness."""
+    with pytest.raises(HopProtocolError):
+        await Shard(httpx.Response(500, json={"state": "ready"})).client().readiness()
+
+
+# --- open_hop ---
+
+
+@pytest.mark.parametrize(("key", "sent"), [(None, None), ("k", "Bearer k")])
+async def test_the_cluster_key_is_carried(
+    key: str | None, sent: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every call carries the key where there is one."""
+    seen: list[httpx.Request] = []
+
+    async def handle(_: httpx.AsyncHTTPTransport, request: httpx.Request) -> httpx.Response:
+        seen.append(request)
+        return httpx.Response(200, json={"state": "ready"})
+
+    monkeypatch.setattr(httpx.AsyncHTTPTransport, "handle_async_request", handle)
+    async with open_hop(A, HopTimeouts(), key) as hop:
+        await hop.readiness()
+
+    assert [request.headers.get("authorization") for request in seen] == [sent]
+
+
+async def test_the_client_is_closed_with_the_block() -> None:
+    """After the block no call can be made."""
+    async with open_hop(A, HopTimeouts()) as hop:
+        pass
+    with pytest.raises(RuntimeError, match="closed"):
+        await hop.readiness()
+
+
+async def test_proxies_of_the_environment_are_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A proxy meant for the internet never sees the mesh's traffic."""
+    opened: list[bool] = []
+    real = httpx.AsyncClient
+
+    def client(**arguments: object) -> httpx.AsyncClient:
+        opened.append(bool(arguments.get("trust_env", True)))
+        return real(base_url=A)
+
+    monkeypatch.setattr(httpx, "AsyncClient", client)
+    async with open_hop(A, HopTimeouts()):
+        pass
+
+    assert opened == [False]

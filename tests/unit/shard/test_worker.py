@@ -1,0 +1,454 @@
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Mapping
+
+import pytest
+
+from meshnet.errors import (
+    CacheFull,
+    CacheMiss,
+    InvalidRequest,
+    MeshError,
+    ModelMismatch,
+    PayloadTooLarge,
+    QueueFull,
+    SessionBusy,
+    StageError,
+)
+from meshnet.ids import SessionId
+from meshnet.model.fake_stage import FakeStage, fake_facts, next_token
+from meshnet.model.interface import CacheState, StageOutput, StageStep
+from meshnet.topology import LayerSpan
+from meshnet.wire.frames import Frame
+from meshnet.wire.messages import TailAnswer
+from tests.unit.fakes import FakeLog, turn_the_loop
+from tests.unit.shard.making import MAX_STEP_TOKENS, Bench, hidden_of, open_bench
+
+PROMPT = [5, 6, 7]
+WHOLE = fake_facts(LayerSpan(0, 4))
+
+
+class GateStage(FakeStage):
+    """Stays in a step until it is let go."""
+
+    def __init__(self) -> None:
+        super().__init__(WHOLE)
+        self._entered = threading.Event()
+        self.open = threading.Event()
+        self.ended = 0
+
+    def run(self, step: StageStep, state: CacheState | None) -> StageOutput:
+        self._entered.set()
+        self.open.wait(10)
+        output = super().run(step, state)
+        self.ended += 1
+        return output
+
+    async def entered(self) -> None:
+        await asyncio.to_thread(self._entered.wait, 10)
+
+
+class CountingStage(FakeStage):
+    """Counts its steps, and fails in the one it is told to."""
+
+    def __init__(self, failing_step: int = 0) -> None:
+        super().__init__(WHOLE)
+        self.steps = 0
+        self._failing_step = failing_step
+
+    def run(self, step: StageStep, state: CacheState | None) -> StageOutput:
+        output = super().run(step, state)  # a failing step has already written to the state
+        self.steps += 1
+        if self.steps == self._failing_step:
+            raise StageError("not finite", position=step.position)
+        return output
+
+
+def says(*ids: int) -> TailAnswer:
+    """The fake model's answer to ids."""
+    return TailAnswer(token_id=next_token(list(ids), WHOLE.vocab_size))
+
+
+# --- check() ---
+
+
+@pytest.mark.parametrize(("span", "n_bytes"), [("0-4", 3 * 4), ("0-2", 3 * 4), ("2-4", 3 * 4 * 4)])
+async def test_check_tells_the_bodys_length(span: str, n_bytes: int) -> None:
+    """Three token ids are 12 bytes, three hidden states of four float32 are 48."""
+    async with open_bench(span) as bench:
+        assert bench.worker.check(bench.headers("prefill", 0, 3)) == n_bytes
+
+
+REFUSALS: list[tuple[str, dict[str, object], type[MeshError], Mapping[str, object]]] = [
+    (
+        "2-4",
+        {"fingerprint": "other"},
+        ModelMismatch,
+        {"field": "X-Meshnet-Fingerprint", "expected": "other", "actual": "fake-1-2-4"},
+    ),
+    (
+        "2-4",
+        {"start_layer": 1},
+        InvalidRequest,
+        {"field": "X-Meshnet-Start-Layer", "value": 1, "allowed": "2 to 3"},
+    ),
+    (
+        "2-4",
+        {"start_layer": 4},
+        InvalidRequest,
+        {"field": "X-Meshnet-Start-Layer", "value": 4, "allowed": "2 to 3"},
+    ),
+    (
+        "2-4",
+        {"dtype": "bfloat16"},
+        InvalidRequest,
+        {"field": "X-Meshnet-Dtype", "value": "bfloat16", "allowed": "float32"},
+    ),
+    (
+        "0-4",
+        {"dtype": "float32"},
+        InvalidRequest,
+        {"field": "X-Meshnet-Dtype", "value": "float32", "allowed": "int32"},
+    ),
+    (
+        "2-4",
+        {"shape": (1, 3)},
+        InvalidRequest,
+        {"field": "X-Meshnet-Shape", "value": "1,3", "allowed": "1,TOKENS,4"},
+    ),
+    (
+        "2-4",
+        {"shape": (1, 3, 5)},
+        InvalidRequest,
+        {"field": "X-Meshnet-Shape", "value": "1,3,5", "allowed": "1,TOKENS,4"},
+    ),
+    (
+        "2-4",
+        {"shape": (2, 3, 4)},
+        InvalidRequest,
+        {"field": "X-Meshnet-Shape", "value": "2,3,4", "allowed": "1,TOKENS,4"},
+    ),
+    (
+        "0-4",
+        {"shape": (1, 3, 4)},
+        InvalidRequest,
+        {"field": "X-Meshnet-Shape", "value": "1,3,4", "allowed": "1,TOKENS"},
+    ),
+    (
+        "0-4",
+        {"shape": (1, 17)},
+        PayloadTooLarge,
+        {"field": "X-Meshnet-Shape", "value": 17, "allowed": 16},
+    ),
+    (
+        "2-4",
+        {"shape": (1, 2**31 - 1, 4)},
+        PayloadTooLarge,
+        {"field": "X-Meshnet-Shape", "value": 2**31 - 1, "allowed": 16},
+    ),
+    (
+        "0-4",
+        {"past_len": 30},
+        InvalidRequest,
+        {"field": "X-Meshnet-Past-Len", "value": 30, "allowed": "0 to 29"},
+    ),
+]
+
+
+@pytest.mark.parametrize(
+    ("span", "changed", "kind", "members"), REFUSALS, ids=[f"{r[0]} {r[1]}" for r in REFUSALS]
+)
+async def test_a_step_that_does_not_fit_is_refused(
+    span: str, changed: dict[str, object], kind: type[MeshError], members: Mapping[str, object]
+) -> None:
+    """Before a byte of the body is read, the refusal names the header, its value and the rule."""
+    async with open_bench(span) as bench:
+        with pytest.raises(kind) as caught:
+            bench.worker.check(bench.headers("prefill", 0, 3, **changed))
+
+    assert (type(caught.value), caught.value.members) == (kind, members)
+
+
+async def test_the_last_position_can_be_taken() -> None:
+    """A step may end exactly at the model's last position."""
+    async with open_bench(max_positions=32) as bench:
+        assert bench.worker.check(bench.headers("prefill", 29, 3)) == 12
+
+
+async def test_a_step_may_be_as_long_as_allowed() -> None:
+    """The longest step that is not too long has max_step_tokens tokens."""
+    async with open_bench() as bench:
+        assert bench.worker.check(bench.headers("prefill", 0, MAX_STEP_TOKENS)) == 64
+
+
+async def test_the_right_fingerprint_passes() -> None:
+    """A head that believes in this model is served."""
+    async with open_bench("2-4") as bench:
+        assert bench.worker.check(bench.headers("prefill", 0, 3, fingerprint="fake-1-2-4")) == 48
+
+
+@pytest.mark.parametrize("mode", ["prefill", "decode"])
+async def test_without_a_cache_only_stateless_steps_are_taken(mode: str) -> None:
+    """A shard that keeps no cache refuses cached steps and names the mode it takes."""
+    async with open_bench(kv_cache=False) as bench:
+        bench.worker.check(bench.headers("stateless", 0, 3))
+        with pytest.raises(InvalidRequest, match="keeps no cache") as caught:
+            bench.worker.check(bench.headers("stateless", 1, 3, cache=mode))
+
+    assert caught.value.members == {
+        "field": "X-Meshnet-Cache",
+        "value": mode,
+        "allowed": "stateless",
+    }
+
+
+# --- step() ---
+
+
+async def test_prefill_and_decode_see_the_whole_history() -> None:
+    """The tail's token after a decode is that of prompt and decoded token together."""
+    async with open_bench() as bench:
+        first = await bench.cached("prefill", 0, PROMPT)
+        second = await bench.cached("decode", 3, [9])
+
+    assert [first.result, second.result] == [says(*PROMPT), says(*PROMPT, 9)]
+
+
+async def test_a_hop_that_is_no_tail_answers_hidden_states() -> None:
+    """A first hop turns ids into hidden states, one a token."""
+    async with open_bench("0-2") as bench:
+        done = await bench.cached("prefill", 0, PROMPT)
+
+    assert done.result == Frame("float32", (1, 3, 4), hidden_of(PROMPT))
+
+
+async def test_without_sampling_the_tail_samples_nothing() -> None:
+    """A chunk that is not the last is kept, and answered by an empty answer."""
+    async with open_bench() as bench:
+        chunk = await bench.cached("prefill", 0, PROMPT, sampling=None)
+        rest = await bench.cached("prefill", 3, [9])
+
+    assert [chunk.result, rest.result] == [TailAnswer(), says(*PROMPT, 9)]
+
+
+async def test_a_stateless_step_keeps_nothing() -> None:
+    """The answer is that of the step's own tokens, and no session is held after it."""
+    async with open_bench() as bench:
+        done = await bench.cached("stateless", 0, PROMPT)
+        held = await bench.held()
+
+    assert (done.result, held) == (says(*PROMPT), (0, 0))
+
+
+@pytest.mark.parametrize("mode", ["prefill", "stateless"])
+async def test_a_lying_body_changes_nothing(mode: str) -> None:
+    """A body of another length than its headers say is refused before a session is made."""
+    async with open_bench() as bench:
+        with pytest.raises(InvalidRequest, match="the body has 11 bytes"):
+            await bench.worker.step(bench.headers("prefill", 0, 3, cache=mode), bytes(11))
+        held = await bench.held()
+
+    assert held == (0, 0)
+
+
+@pytest.mark.parametrize("token_id", [-1, 64, 2**31 - 1])
+async def test_a_token_outside_the_vocabulary_is_refused(token_id: int) -> None:
+    """Ids are 0 to vocab_size - 1; another one is named and nothing is changed."""
+    async with open_bench() as bench:
+        with pytest.raises(InvalidRequest) as caught:
+            await bench.cached("prefill", 0, [5, token_id])
+        held = await bench.held()
+
+    assert caught.value.members == {"field": "body", "value": token_id, "allowed": "0 to 63"}
+    assert held == (0, 0)
+
+
+async def test_a_step_repeated_is_answered_and_not_run() -> None:
+    """The same id at the same position gives the stored answer; nothing is applied twice."""
+    stage = CountingStage()
+    async with open_bench(stage=stage) as bench:
+        await bench.cached("prefill", 0, PROMPT, step="p")
+        first = await bench.cached("decode", 3, [9], step="d")
+        again = await bench.cached("decode", 3, [9], step="d")
+        after = await bench.cached("decode", 4, [8], step="e")
+
+    assert (again.result, after.result, stage.steps) == (first.result, says(*PROMPT, 9, 8), 3)
+
+
+async def test_a_repeated_frame_is_answered_too() -> None:
+    """A hop which is no tail stores the hidden states it answered."""
+    async with open_bench("0-2") as bench:
+        first = await bench.cached("prefill", 0, PROMPT, step="p")
+        again = await bench.cached("prefill", 0, PROMPT, step="p")
+
+    assert (again.result, again.compute_ms) == (first.result, 0.0)
+
+
+async def test_another_position_misses_and_drops() -> None:
+    """A step at a position the shard does not hold gets 409 and the session is gone."""
+    async with open_bench() as bench:
+        await bench.cached("prefill", 0, PROMPT)
+        with pytest.raises(CacheMiss) as caught:
+            await bench.cached("decode", 5, [9])
+        held = await bench.held()
+
+    assert (caught.value.members, held) == ({"reason": "length_mismatch", "held": 0}, (0, 0))
+
+
+async def test_an_unknown_session_misses() -> None:
+    """A decode never makes a cache in silence."""
+    async with open_bench() as bench:
+        with pytest.raises(CacheMiss) as caught:
+            await bench.cached("decode", 3, [9])
+
+    assert caught.value.members["reason"] == "unknown"
+
+
+async def test_another_start_layer_misses() -> None:
+    """A session entered at layer 2 is not continued at layer 3."""
+    async with open_bench("2-4") as bench:
+        await bench.cached("prefill", 0, PROMPT)
+        with pytest.raises(CacheMiss) as caught:
+            await bench.cached("decode", 3, [9], start_layer=3)
+
+    assert caught.value.members["reason"] == "route_mismatch"
+
+
+async def test_a_failed_forward_drops_the_session() -> None:
+    """A state that may be half written is gone, and the next step misses."""
+    async with open_bench(stage=CountingStage(failing_step=2)) as bench:
+        await bench.cached("prefill", 0, PROMPT)
+        with pytest.raises(StageError, match="not finite"):
+            await bench.cached("decode", 3, [9])
+        with pytest.raises(CacheMiss):
+            await bench.cached("decode", 3, [9])
+
+
+async def test_a_cancelled_step_is_waited_for_and_dropped() -> None:
+    """The lease is held until the forward has ended; then the session is gone."""
+    stage = GateStage()
+    async with open_bench(stage=stage) as bench:
+        step = asyncio.create_task(bench.cached("prefill", 0, PROMPT))
+        await stage.entered()
+        step.cancel()
+        await turn_the_loop()
+        meanwhile = await bench.held()
+        stage.open.set()
+        with pytest.raises(asyncio.CancelledError):
+            await step
+        after = await bench.held()
+
+    assert (stage.ended, meanwhile, after) == (1, (1, 1), (0, 0))
+
+
+async def test_two_steps_of_one_session_do_not_meet() -> None:
+    """A step of a session in use is refused as busy, and the first one ends as it should."""
+    stage = GateStage()
+    async with open_bench(stage=stage) as bench:
+        first = asyncio.create_task(bench.cached("prefill", 0, PROMPT))
+        await stage.entered()
+        with pytest.raises(SessionBusy):
+            await bench.cached("prefill", 0, PROMPT)
+        stage.open.set()
+        done = await first
+
+    assert done.result == says(*PROMPT)
+
+
+async def test_a_full_queue_refuses_the_step() -> None:
+    """With too many steps waiting a step is refused as retryable, and its session is kept."""
+    stage = GateStage()
+    async with open_bench(stage=stage, max_queued=1) as bench:
+        stage.open.set()
+        await bench.cached("prefill", 0, PROMPT, session="other")
+        stage.open.clear()
+        first = asyncio.create_task(bench.cached("prefill", 0, PROMPT))
+        await stage.entered()
+        with pytest.raises(QueueFull):
+            await bench.cached("decode", len(PROMPT), PROMPT[:1], session="other")
+        stage.open.set()
+        await first
+        held = await bench.held()
+
+    assert held == (2, 0)
+
+
+@pytest.mark.parametrize(
+    ("span", "need"), [("0-4", 3 * 64), ("0-2", 3 * (64 + 16))], ids=["tail", "others"]
+)
+async def test_room_is_asked_for_the_state_and_the_answer(span: str, need: int) -> None:
+    """A step needs 64 bytes a token of state and, unless it is the tail, the answer's besides."""
+    async with open_bench(span, max_bytes=need) as bench:
+        await bench.cached("prefill", 0, PROMPT)
+    async with open_bench(span, max_bytes=need - 1) as bench:
+        with pytest.raises(CacheFull) as caught:
+            await bench.cached("prefill", 0, PROMPT)
+
+    assert caught.value.members["need"] == need
+
+
+# --- close() ---
+
+
+async def test_closing_frees_the_session_once() -> None:
+    """The first close frees one state, the second none."""
+    async with open_bench() as bench:
+        await bench.cached("prefill", 0, PROMPT)
+        closed = [await bench.worker.close(SessionId("s")) for _ in range(2)]
+        held = await bench.held()
+
+    assert (closed, held) == ([1, 0], (0, 0))
+
+
+# --- log lines ---
+
+
+async def run_some_steps(bench: Bench) -> None:
+    await bench.cached("prefill", 0, PROMPT, request_id="r")
+    for past_len, bench.clock.now in ((3, 0.0), (4, 1.0), (5, 5.5)):
+        await bench.cached("decode", past_len, [9], request_id="r")
+    await bench.cached("stateless", 0, PROMPT)
+
+
+async def test_steps_are_logged_sparsely(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A prefill gets a line, decodes one in five seconds, with where they stand."""
+    log = FakeLog.instead_of("meshnet.shard.worker._log", monkeypatch)
+    async with open_bench() as bench:
+        await run_some_steps(bench)
+    told = [(x["event"], x["position"], x["n_tokens"], x["steps"]) for x in log.lines]
+
+    assert told == [("prefill", 0, 3, None), ("decode", 3, 1, 1), ("decode", 5, 1, 3)]
+
+
+async def test_lines_tell_who_but_not_what(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A line has ids of request and session and the times, and nothing else: no token."""
+    log = FakeLog.instead_of("meshnet.shard.worker._log", monkeypatch)
+    async with open_bench() as bench:
+        await run_some_steps(bench)
+    names = {name for line in log.lines for name in line}
+
+    assert {(x["session_id"], x["request_id"]) for x in log.lines} == {("s", "r")}
+    assert names == {
+        "event",
+        "session_id",
+        "request_id",
+        "position",
+        "n_tokens",
+        "steps",
+        "queue_ms",
+        "compute_ms",
+    }
+
+
+async def test_a_closed_session_is_forgotten_by_the_log(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A new session of the same id gets its first decode line at once."""
+    log = FakeLog.instead_of("meshnet.shard.worker._log", monkeypatch)
+    async with open_bench() as bench:
+        for _ in range(2):
+            await bench.cached("prefill", 0, PROMPT)
+            await bench.cached("decode", 3, [9])
+            await bench.worker.close(SessionId("s"))
+
+    assert [line["steps"] for line in log.lines if line["event"] == "decode"] == [1, 1]

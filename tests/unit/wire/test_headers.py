@@ -1,0 +1,252 @@
+from __future__ import annotations
+
+from typing import get_args
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from meshnet.errors import InvalidRequest
+from meshnet.generation import Sampling
+from meshnet.wire import headers
+from meshnet.wire.frames import ITEMSIZE, Dtype
+from meshnet.wire.headers import CacheMode, StepHeaders, parse, parse_dtype, parse_shape, render
+
+MINIMAL = {"X-Meshnet-Shape": "1,6", "X-Meshnet-Dtype": "int32"}
+CACHED = MINIMAL | {"X-Meshnet-Session": "s", "X-Meshnet-Cache": "prefill"}
+MAX = 2**31 - 1
+
+tokens = st.text("abcXYZ019._-", min_size=1, max_size=128)
+axes = st.integers(1, MAX)
+samplings = st.builds(
+    Sampling,
+    temperature=st.floats(0, 2),
+    top_p=st.floats(0, 1),
+    top_k=st.integers(0, 2**40),
+    seed=st.integers(-(2**63), 2**63 - 1),
+)
+
+
+@st.composite
+def steps(draw: st.DrawFn) -> StepHeaders:
+    mode: CacheMode = draw(st.sampled_from(["prefill", "decode", "stateless"]))
+    least_past, most_past = {"prefill": (0, MAX), "decode": (1, MAX), "stateless": (0, 0)}[mode]
+    dtype: Dtype = draw(st.sampled_from(sorted(ITEMSIZE)))
+    return StepHeaders(
+        session=draw(tokens if mode != "stateless" else st.none() | tokens),
+        cache=mode,
+        past_len=draw(st.integers(least_past, most_past)),
+        shape=draw(st.tuples(axes, axes) | st.tuples(axes, axes, axes)),
+        dtype=dtype,
+        start_layer=draw(st.none() | st.integers(0, MAX)),
+        fingerprint=draw(st.none() | tokens),
+        step=draw(st.none() | tokens),
+        sampling=draw(st.none() | samplings),
+        request_id=draw(st.none() | tokens),
+        traceparent=draw(st.none() | st.text("abc-019", max_size=256)),
+    )
+
+
+def refusal(changed: dict[str, str]) -> dict[str, object]:
+    """The members of the error to headers that are right but for these."""
+    with pytest.raises(InvalidRequest) as caught:
+        parse(CACHED | changed)
+    return caught.value.members
+
+
+@given(steps())
+def test_headers_come_back(step: StepHeaders) -> None:
+    """parse() undoes render()."""
+    assert step == parse(render(step))
+
+
+@given(steps())
+def test_what_is_none_is_not_sent(step: StepHeaders) -> None:
+    """Headers without a value are left out, not sent empty."""
+    sent = render(step)
+
+    assert [name for name, value in sent.items() if value == "None"] == []
+    assert (step.sampling is not None) == (headers.SAMPLING in sent)
+
+
+def test_the_least_step_is_stateless() -> None:
+    """Shape and dtype are enough; all else has the protocol's defaults."""
+    step = parse(MINIMAL)
+
+    assert (step.session, step.cache, step.past_len, step.shape) == (None, "stateless", 0, (1, 6))
+
+
+def test_names_are_read_in_any_case() -> None:
+    """HTTP's names have no case."""
+    assert parse(CACHED) == parse({name.lower(): value for name, value in CACHED.items()})
+
+
+def test_foreign_headers_are_passed_over() -> None:
+    """Headers which are not ours are no fault, also those named like our fields."""
+    assert parse(CACHED) == parse({**CACHED, "Host": "a", "session": "!", "X-Meshnet-New": "1"})
+
+
+def test_blanks_in_a_shape_are_no_fault() -> None:
+    """Some clients write a blank after a comma."""
+    assert parse(MINIMAL | {"X-Meshnet-Shape": "1, 6 ,576"}).shape == (1, 6, 576)
+
+
+@pytest.mark.parametrize("name", MINIMAL)
+def test_a_missing_header_is_named(name: str) -> None:
+    """Shape and dtype have no default: their absence is refused by name."""
+    with pytest.raises(InvalidRequest, match="required") as caught:
+        parse({k: v for k, v in MINIMAL.items() if k != name})
+
+    assert name == caught.value.members["field"]
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("X-Meshnet-Session", ""),
+        ("X-Meshnet-Session", "a/b"),
+        ("X-Meshnet-Session", "a" * 129),
+        ("X-Meshnet-Cache", "keep"),
+        ("X-Meshnet-Past-Len", "-1"),
+        ("X-Meshnet-Past-Len", "six"),
+        ("X-Meshnet-Past-Len", str(2**31)),
+        ("X-Meshnet-Past-Len", "9" * 5000),
+        ("X-Meshnet-Shape", ""),
+        ("X-Meshnet-Shape", "6"),
+        ("X-Meshnet-Shape", "1,6,576,1"),
+        ("X-Meshnet-Shape", "1,-6"),
+        ("X-Meshnet-Shape", "1,0"),
+        ("X-Meshnet-Shape", "1,1099511627776"),
+        ("X-Meshnet-Shape", "1,6.5"),
+        ("X-Meshnet-Shape", "1,nan"),
+        ("X-Meshnet-Dtype", "object"),
+        ("X-Meshnet-Dtype", ""),
+        ("X-Meshnet-Start-Layer", "-1"),
+        ("X-Meshnet-Fingerprint", "a b"),
+        ("X-Meshnet-Step", "\x00"),
+        ("X-Meshnet-Sampling", ""),
+        ("X-Meshnet-Sampling", "{"),
+        ("X-Meshnet-Sampling", "[]"),
+        ("X-Meshnet-Sampling", '{"temperature": NaN}'),
+        ("X-Meshnet-Sampling", '{"temperature": -1}'),
+        ("X-Meshnet-Sampling", '{"top_q": 1}'),
+        ("X-Meshnet-Sampling", "[" * 10_000),
+        ("X-Meshnet-Sampling", "\ud800"),
+        ("X-Request-Id", "a\nb"),
+        ("traceparent", "a" * 257),
+    ],
+    ids=lambda text: text[:30],
+)
+def test_a_malformed_header_is_named(name: str, value: str) -> None:
+    """The refusal names the header, what it was, at most 200 characters of it, and the rule."""
+    members = refusal({name: value})
+
+    assert (name, value[:200]) == (members["field"], members["value"])
+    assert members["allowed"]
+
+
+def test_a_fault_within_the_sampling_is_told() -> None:
+    """The message says which parameter of the JSON is wrong."""
+    with pytest.raises(InvalidRequest, match=r"X-Meshnet-Sampling\.top_p"):
+        parse(MINIMAL | {"X-Meshnet-Sampling": '{"top_p": 3}'})
+
+
+@pytest.mark.parametrize("mode", ["prefill", "decode"])
+def test_a_cached_step_has_a_session(mode: str) -> None:
+    """Without a session there is nothing to cache for."""
+    with pytest.raises(InvalidRequest) as caught:
+        parse(MINIMAL | {"X-Meshnet-Cache": mode, "X-Meshnet-Past-Len": "6"})
+
+    assert caught.value.members["field"] == "X-Meshnet-Session"
+
+
+@pytest.mark.parametrize(
+    ("mode", "past_len"), [("stateless", 6), ("decode", 0)], ids=["stateless", "decode"]
+)
+def test_mode_and_past_agree(mode: str, past_len: int) -> None:
+    """A stateless step has no past, a decode has one; the refusal names the past length."""
+    members = refusal({"X-Meshnet-Cache": mode, "X-Meshnet-Past-Len": str(past_len)})
+
+    assert ("X-Meshnet-Past-Len", past_len) == (members["field"], members["value"])
+
+
+OUR_NAMES = [field.alias for field in StepHeaders.model_fields.values()]
+VALUES = st.text() | st.sampled_from(
+    [
+        "",
+        "1,6",
+        "int32",
+        "prefill",
+        "decode",
+        "0",
+        "6",
+        "{}",
+        "null",
+        "NaN",
+        "1e999",
+        "-0",
+        "[[",
+        "s",
+    ]
+)
+
+
+def outcome(sent: dict[str, str]) -> StepHeaders | InvalidRequest:
+    try:
+        return parse(sent)
+    except InvalidRequest as error:
+        return error
+
+
+@given(st.dictionaries(st.sampled_from(OUR_NAMES) | st.text(), VALUES))
+def test_any_headers_are_read_or_refused_by_name(sent: dict[str, str]) -> None:
+    """Whatever is sent, parse() gives a step, or an InvalidRequest with field and allowed."""
+    found = outcome(sent)
+
+    assert isinstance(found, StepHeaders) or found.members["field"] in OUR_NAMES
+    assert isinstance(found, StepHeaders) or found.members["allowed"] not in {None, ""}
+
+
+@given(st.dictionaries(st.sampled_from(OUR_NAMES), VALUES, max_size=2))
+def test_a_right_step_with_wrong_headers_is_read_or_refused(changed: dict[str, str]) -> None:
+    """Fuzzing around a right step reaches the checks of headers together; they name both too."""
+    found = outcome(CACHED | changed)
+
+    assert isinstance(found, StepHeaders) or found.members["field"] in OUR_NAMES
+    assert isinstance(found, StepHeaders) or {"value", "allowed"} <= found.members.keys()
+
+
+@pytest.mark.parametrize("dtype", get_args(Dtype))
+def test_every_dtype_is_read(dtype: str) -> None:
+    """A dtype of the wire reads as itself."""
+    assert dtype == parse_dtype(dtype)
+
+
+@given(st.text().filter(lambda text: text not in ITEMSIZE))
+def test_another_dtype_is_refused(text: str) -> None:
+    """An answer's dtype outside the four is refused, naming header and dtypes."""
+    with pytest.raises(InvalidRequest) as caught:
+        parse_dtype(text)
+
+    assert caught.value.members["field"] == "X-Meshnet-Dtype"
+    assert "bfloat16" in str(caught.value.members["allowed"])
+
+
+@given(st.tuples(axes, axes) | st.tuples(axes, axes, axes))
+def test_an_answers_shape_comes_back(shape: tuple[int, ...]) -> None:
+    """parse_shape() undoes render_shape()."""
+    assert shape == parse_shape(headers.render_shape(shape))
+
+
+@pytest.mark.parametrize(
+    "text", ["", "1", "1,0", "1,2,3,4", "1,,2", "1,-2", "a,b", "1," + "9" * 5000]
+)
+def test_an_answers_shape_follows_the_rule_of_a_steps(text: str) -> None:
+    """What no step could have is refused in an answer too."""
+    with pytest.raises(InvalidRequest) as caught:
+        parse_shape(text)
+
+    assert ("X-Meshnet-Shape", text[:200]) == (
+        caught.value.members["field"],
+        caught.value.members["value"],
+    )

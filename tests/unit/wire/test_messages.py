@@ -1,0 +1,71 @@
+from __future__ import annotations
+
+import pytest
+from pydantic import ValidationError
+
+from meshnet.model.fake_stage import fake_facts
+from meshnet.topology import LayerSpan
+from meshnet.wire.headers import PROTOCOL_VERSION
+from meshnet.wire.messages import ShardInfo, ShardReadiness, TailAnswer
+from tests.unit.fakes import shard_info
+
+
+def test_a_description_gives_the_routes_facts() -> None:
+    """A shard's description carries all that a route depends on, and the protocol's version."""
+    facts = fake_facts(LayerSpan(1, 3))
+    info = shard_info(facts)
+
+    assert (facts, PROTOCOL_VERSION) == (info.facts(), info.protocol)
+
+
+def test_a_description_comes_back() -> None:
+    """A description read from its own JSON is the same."""
+    info = shard_info(fake_facts(LayerSpan(1, 3)))
+
+    assert info == ShardInfo.model_validate_json(info.model_dump_json())
+
+
+def test_members_of_a_later_version_are_passed_over() -> None:
+    """What this version does not know is no fault of a description."""
+    info = shard_info(fake_facts(LayerSpan(1, 3)))
+
+    assert info == ShardInfo.model_validate(info.model_dump() | {"gpu": "none"})
+
+
+@pytest.mark.parametrize(
+    "lie",
+    [
+        {"start_layer": 3, "end_layer": 3},
+        {"start_layer": -1},
+        {"end_layer": 5},
+        {"dtype": "object"},
+        {"fingerprint": "two words"},
+        {"hidden_size": 0},
+    ],
+    ids=str,
+)
+def test_an_impossible_description_is_refused(lie: dict[str, object]) -> None:
+    """Spans outside the model, unknown dtypes and what cannot travel back are no description."""
+    info = shard_info(fake_facts(LayerSpan(1, 3)))
+    with pytest.raises(ValidationError):
+        ShardInfo.model_validate(info.model_dump() | lie)
+
+
+@pytest.mark.parametrize("token_id", [-1, 2**31])
+def test_a_token_id_fits_the_wire(token_id: int) -> None:
+    """A tail's id that could not be sent as int32 is refused when it is read."""
+    with pytest.raises(ValidationError):
+        TailAnswer(token_id=token_id)
+
+
+def test_a_tails_answer_may_be_empty() -> None:
+    """After a chunk that samples nothing there is neither a token nor text."""
+    answer = TailAnswer.model_validate_json("{}")
+
+    assert (answer.token_id, answer.text) == (None, None)
+
+
+def test_an_unknown_state_is_refused() -> None:
+    """A shard is loading, ready or failed."""
+    with pytest.raises(ValidationError):
+        ShardReadiness.model_validate({"state": "draining"})
