@@ -72,6 +72,7 @@ def test_a_shards_defaults_are_the_protocols(monkeypatch: pytest.MonkeyPatch) ->
         ("cache_max_bytes", "2GB"),
         ("max_step_tokens", "-1"),
         ("max_queued_steps", "0"),
+        ("cluster_key", ""),
         ("log_format", "xml"),
     ],
 )
@@ -114,11 +115,14 @@ def test_a_route_is_json(monkeypatch: pytest.MonkeyPatch) -> None:
         ("prefill_chunk_tokens", "0"),
         ("max_body_bytes", "0"),
         ("max_concurrent_requests", "0"),
+        ("max_concurrent_requests", "129"),
         ("connect_timeout_s", "0"),
         ("step_timeout_s", "-1"),
         ("recovery_timeout_s", "soon"),
         ("max_rebuilds_per_token", "0"),
         ("route_poll_s", "0"),
+        ("route_poll_s", "inf"),
+        ("cluster_key", ""),
         ("log_format", "xml"),
     ],
 )

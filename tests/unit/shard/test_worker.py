@@ -46,6 +46,10 @@ class GateStage(FakeStage):
         self.ended += 1
         return output
 
+    def close(self) -> None:
+        self.open.clear()
+        self._entered.clear()
+
     async def entered(self) -> None:
         await asyncio.to_thread(self._entered.wait, 10)
 
@@ -363,7 +367,7 @@ async def test_a_full_queue_refuses_the_step() -> None:
     async with open_bench(stage=stage, max_queued=1) as bench:
         stage.open.set()
         await bench.cached("prefill", 0, PROMPT, session="other")
-        stage.open.clear()
+        stage.close()
         first = asyncio.create_task(bench.cached("prefill", 0, PROMPT))
         await stage.entered()
         with pytest.raises(QueueFull):
