@@ -17,6 +17,7 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
+from tempfile import TemporaryDirectory
 from time import perf_counter
 
 import matplotlib as mpl
@@ -30,6 +31,7 @@ from meshnet.head.hop_client import HopAnswer, HopClient, HopTimeouts, open_hop
 from meshnet.head.hop_times import HopTimesBook
 from meshnet.head.pipeline import Pipeline, Trace
 from meshnet.head.route_book import RouteBook
+from meshnet.ids import SessionId
 from meshnet.topology import HopSpec, Route, even_spans
 from meshnet.wire.frames import ITEMSIZE, Frame
 from meshnet.wire.headers import StepHeaders
@@ -58,6 +60,9 @@ class CountingHop(HopClient):
         self.received.append(len(answer.result.data) if isinstance(answer.result, Frame) else 0)
         return answer
 
+    async def close_session(self, session: SessionId) -> None:
+        await self._inner.close_session(session)
+
 
 @dataclass
 class Growth:
@@ -74,20 +79,18 @@ class Growth:
 
 async def measure(model: Path) -> Growth:
     async with AsyncExitStack() as stack:
+        logs = Path(stack.enter_context(TemporaryDirectory()))
         cluster = await stack.enter_async_context(
-            LocalCluster(str(model), even_spans(30, 2), threads=1)
+            LocalCluster(str(model), even_spans(30, 2), threads=1, log_dir=logs)
         )
-        hops = [
-            CountingHop(
-                await stack.enter_async_context(
-                    open_hop(shard.url, HopTimeouts(), cluster.cluster_key)
-                )
-            )
+        clients = [
+            await stack.enter_async_context(open_hop(shard.url, HopTimeouts(), cluster.cluster_key))
             for shard in cluster.shards
         ]
-        book = RouteBook([HopSpec(hop.endpoint) for hop in hops], {h.endpoint: h for h in hops})
-        await book.refresh()
+        by_endpoint = {client.endpoint: client for client in clients}
+        book = RouteBook([HopSpec(endpoint) for endpoint in by_endpoint], by_endpoint)
         route = await book.ready_route()
+        hops = [CountingHop(client) for client in clients]
         facts = route.hops[0].facts
         growth = Growth(hidden_bytes=facts.hidden_size * ITEMSIZE["float32"])
         await _decode(_pipeline(route, hops), hops, growth)

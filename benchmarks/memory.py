@@ -3,6 +3,9 @@
 `python -m benchmarks.memory MODEL_FOLDER`: the model split in 2 and in 3, from its GGUF file and
 from safetensors made of it. Prints a table; exits with 1 if a shard takes, beyond an idle shard
 process without a model, more than 1.15 times the bytes of its tensors and 60 MB.
+
+Safetensors that already have the stage's dtype are not copied: they stay mapped from the file, as
+memory that the system can share and take back. The table shows that part on its own.
 """
 
 from __future__ import annotations
@@ -54,10 +57,11 @@ plan.piece.model.save_pretrained(sys.argv[3])
 
 @dataclass(frozen=True)
 class Sample:
-    """Anonymous memory of one shard process."""
+    """Memory of one shard process: anonymous at its peak and after, and mapped from files."""
 
     peak_bytes: int
     after_bytes: int
+    mapped_bytes: int
     tensor_bytes: int
 
 
@@ -78,7 +82,8 @@ class Row:
 
     def __str__(self) -> str:
         after = self.sample.after_bytes - self.idle.after_bytes
-        cells = [self.sample.tensor_bytes, self.taken, after, self.allowed]
+        mapped = self.sample.mapped_bytes - self.idle.mapped_bytes
+        cells = [self.sample.tensor_bytes, self.taken, after, self.allowed, mapped]
         numbers = " | ".join(f"{cell / 1e6:.0f}" for cell in cells)
         verdict = "yes" if self.taken <= self.allowed else "NO"
         return f"| {self.source} | {self.span} | {numbers} | {verdict} |"
@@ -92,7 +97,7 @@ def sample_process(command: list[str], port: int) -> Sample:
         ready_at: float | None = None
         next_look = 0.0
         while ready_at is None or time.monotonic() < ready_at + SETTLE_S:
-            peak = max(peak, _anonymous_bytes(process.pid))
+            peak = max(peak, _resident(process.pid, "RssAnon"))
             if ready_at is None and time.monotonic() >= next_look:
                 next_look = time.monotonic() + 0.1
                 readiness = _readiness(port)
@@ -101,15 +106,16 @@ def sample_process(command: list[str], port: int) -> Sample:
             if process.poll() is not None:
                 raise RuntimeError(f"{command} ended with {process.returncode}")
             time.sleep(SAMPLE_S)
-        return Sample(peak, _anonymous_bytes(process.pid), total)
+        after, mapped = (_resident(process.pid, kind) for kind in ("RssAnon", "RssFile"))
+        return Sample(peak, after, mapped, total)
     finally:
         process.terminate()
         process.wait()
 
 
-def _anonymous_bytes(pid: int) -> int:
+def _resident(pid: int, kind: str) -> int:
     for line in Path(f"/proc/{pid}/status").read_text().splitlines():
-        if line.startswith("RssAnon:"):
+        if line.startswith(f"{kind}:"):
             return int(line.split()[1]) * 1024
     return 0
 
@@ -124,9 +130,10 @@ def _readiness(port: int) -> dict[str, object]:
 def measure(model: Path, n_layers: int) -> list[Row]:
     port = free_port()
     idle = sample_process([sys.executable, "-c", IDLE, str(port)], port)
-    print(f"An idle shard process without a model: {idle.after_bytes / 1e6:.0f} MB.\n")
-    print("| weights | layers | tensors, MB | peak, MB | after, MB | allowed, MB | within |")
-    print("|---|---|---|---|---|---|---|")
+    print(f"An idle shard process without a model: {idle.after_bytes / 1e6:.0f} MB.")
+    print("All in MB, beyond that process.\n")
+    print("| weights | layers | tensors | peak | after | allowed | mapped | within |")
+    print("|---|---|---|---|---|---|---|---|")
     rows: list[Row] = []
     with tempfile.TemporaryDirectory() as folder:
         sources = {"GGUF": model, "safetensors": _as_safetensors(model, n_layers, Path(folder))}

@@ -393,6 +393,31 @@ async def test_room_is_asked_for_the_state_and_the_answer(span: str, need: int) 
     assert caught.value.members["need"] == need
 
 
+class RecurrentStage(FakeStage):
+    """Says that a state takes 100 bytes whatever its length, besides those of its tokens."""
+
+    def state_nbytes(self, n_tokens: int) -> int:
+        return 100 + super().state_nbytes(n_tokens)
+
+
+async def test_a_new_state_asks_for_all_it_takes() -> None:
+    """The first step needs room for what a state takes by itself, besides its tokens."""
+    async with open_bench(stage=RecurrentStage(WHOLE), max_bytes=10) as bench:
+        with pytest.raises(CacheFull) as caught:
+            await bench.cached("prefill", 0, PROMPT)
+
+    assert caught.value.members["need"] == 100 + 3 * 64
+
+
+async def test_a_later_step_asks_for_its_tokens_only() -> None:
+    """What the state takes by itself is not asked for a second time."""
+    async with open_bench(stage=RecurrentStage(WHOLE), max_bytes=6 * 64) as bench:
+        await bench.cached("prefill", 0, PROMPT)
+        done = await bench.cached("prefill", 3, PROMPT)
+
+    assert done.result == says(*PROMPT, *PROMPT)
+
+
 # --- close() ---
 
 
