@@ -87,8 +87,7 @@ class ComputeThread:
         try:
             return await asyncio.shield(future)
         except asyncio.CancelledError:
-            with contextlib.suppress(Exception):  # the caller left; nobody hears of a failure
-                await _settled(future)
+            await _settled(future)
             raise
 
     def _leave(self, future: asyncio.Future[Timed[ResultT]]) -> None:
