@@ -8,6 +8,7 @@ from __future__ import annotations
 import random
 from collections.abc import AsyncGenerator
 from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from time import monotonic
 
@@ -27,7 +28,7 @@ from meshnet.head.recovery import Recovery, RecoveryLimits
 from meshnet.head.route_book import RouteBook
 from meshnet.ids import SessionId
 from meshnet.text.tokenizer import ChatTokenizer
-from meshnet.topology import HopSpec
+from meshnet.topology import HopSpec, Route
 from meshnet.wire.headers import StepHeaders
 from services.cli.cluster import LocalCluster
 
@@ -78,8 +79,15 @@ class Bench:
         self.rebuilds: list[MeshError] = []
         self._book = book
 
-    async def generate(self, prompt: list[int], sampling: Sampling) -> list[int]:
-        """`N_TOKENS` tokens after the prompt; end tokens do not end it."""
+    async def generate(
+        self,
+        prompt: list[int],
+        sampling: Sampling,
+        *,
+        n_tokens: int = N_TOKENS,
+        stateless: bool = False,
+    ) -> list[int]:
+        """The tokens after the prompt; end tokens do not end it."""
         async with Background() as background:
             generator = Generator(
                 text=TextModel(frozenset(), self.tokenizer.new_detokenizer, self.tokenizer.encode),
@@ -95,11 +103,19 @@ class Bench:
                 max_concurrent=1,
             )
             route = await self._book.ready_route()
+            if stateless:
+                route = _without_caches(route)
             clients = {hop.endpoint: hop for hop in self.hops}
             pipeline = Pipeline(route, clients, HopTimesBook(), Trace())
-            request = GenerationRequest(tuple(prompt), N_TOKENS, sampling)
+            request = GenerationRequest(tuple(prompt), n_tokens, sampling)
             events = [event async for event in generator.generate(request, pipeline)]
         return [event.token_id for event in events if event.token_id is not None]
+
+
+def _without_caches(route: Route) -> Route:
+    """The same hops, taken for such that keep no cache."""
+    hops = [replace(hop, facts=replace(hop.facts, kv_cache=False)) for hop in route.hops]
+    return Route(tuple(hops))
 
 
 @asynccontextmanager
@@ -161,6 +177,14 @@ async def test_lost_sessions_change_no_token(
     tokens = await bench.generate(prompt, Sampling())
     assert tokens == _greedy(unsplit, prompt)
     assert [error.code for error in bench.rebuilds] == ["cache_miss"] * 3
+
+
+async def test_cached_and_stateless_generation_agree(bench: Bench) -> None:
+    """Behaviour 7 of the protocol: with caches and without, the token ids are the same."""
+    prompt = _prompt(bench, PROMPTS[2])
+    cached = await bench.generate(prompt, Sampling(), n_tokens=32)
+    stateless = await bench.generate(prompt, Sampling(), n_tokens=32, stateless=True)
+    assert stateless == cached
 
 
 async def test_a_seeded_draw_survives_lost_sessions(bench: Bench) -> None:
