@@ -7,7 +7,7 @@ INSTALLED := $(VENV)/.installed
 MODEL := .models/smollm2
 
 .DEFAULT_GOAL := help
-.PHONY: help install model demo up test check fmt lint types imports unit mesh e2e bench smoke clean
+.PHONY: help install model demo up test check fmt lint types imports unit mesh e2e bench faults fuzz soak smoke clean
 
 help:  ## Show the targets
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-9s %s\n", $$1, $$2}'
@@ -58,6 +58,17 @@ e2e: model  ## Real processes and the real model
 bench: model  ## Re-make the numbers and plots of the README and docs/
 	$(BIN)/python -m benchmarks.memory $(MODEL)
 	$(BIN)/python -m benchmarks.growth $(MODEL)
+	$(BIN)/python -m benchmarks.recovery $(MODEL)
+	$(BIN)/python -m benchmarks.exact $(MODEL)
+
+faults: model  ## Every fault at every moment on every hop, over real processes (an hour)
+	$(BIN)/python -m benchmarks.faults $(MODEL)
+
+fuzz: model  ## Five minutes of malformed requests to real shards
+	$(BIN)/python -m benchmarks.fuzz $(MODEL)
+
+soak: model  ## Half an hour of mixed traffic and random kills
+	$(BIN)/python -m benchmarks.soak $(MODEL) --minutes 30 --standby
 
 smoke: model  ## Build the images and try the composed cluster, where an engine can be started
 	deploy/ci.sh

@@ -26,13 +26,11 @@ mpl.use("svg")  # no display is needed
 
 from matplotlib import pyplot as plt
 
+from benchmarks.library_head import WatchedHop, open_hops, open_library_head
 from meshnet.generation import Sampling
-from meshnet.head.hop_client import HopAnswer, HopClient, HopTimeouts, open_hop
-from meshnet.head.hop_times import HopTimesBook
-from meshnet.head.pipeline import Pipeline, Trace
-from meshnet.head.route_book import RouteBook
-from meshnet.ids import SessionId
-from meshnet.topology import HopSpec, Route, even_spans
+from meshnet.head.hop_client import HopAnswer, HopClient
+from meshnet.head.pipeline import Pipeline
+from meshnet.topology import even_spans
 from meshnet.wire.frames import ITEMSIZE, Frame
 from meshnet.wire.headers import StepHeaders
 from services.cli.cluster import LocalCluster
@@ -45,23 +43,21 @@ WINDOW = 10
 PLOT = Path(__file__).parents[1] / "docs/growth.svg"
 
 
-class CountingHop(HopClient):
+class CountingHop(WatchedHop):
     """A hop that notes how many bytes of tensor each step took in and gave out."""
 
     def __init__(self, inner: HopClient) -> None:
-        self.endpoint = inner.endpoint
+        super().__init__(inner)
         self.sent: list[int] = []
         self.received: list[int] = []
-        self._inner = inner
 
-    async def step(self, step: StepHeaders, body: bytes) -> HopAnswer:
-        answer = await self._inner.step(step, body)
+    async def step(
+        self, step: StepHeaders, body: bytes, *, limit_s: float, max_answer_bytes: int
+    ) -> HopAnswer:
+        answer = await super().step(step, body, limit_s=limit_s, max_answer_bytes=max_answer_bytes)
         self.sent.append(len(body))
         self.received.append(len(answer.result.data) if isinstance(answer.result, Frame) else 0)
         return answer
-
-    async def close_session(self, session: SessionId) -> None:
-        await self._inner.close_session(session)
 
 
 @dataclass
@@ -83,35 +79,23 @@ async def measure(model: Path) -> Growth:
         cluster = await stack.enter_async_context(
             LocalCluster(str(model), even_spans(30, 2), threads=1, log_dir=logs)
         )
-        clients = [
-            await stack.enter_async_context(open_hop(shard.url, HopTimeouts(), cluster.cluster_key))
-            for shard in cluster.shards
-        ]
-        by_endpoint = {client.endpoint: client for client in clients}
-        book = RouteBook([HopSpec(endpoint) for endpoint in by_endpoint], by_endpoint)
-        route = await book.ready_route()
-        hops = [CountingHop(client) for client in clients]
-        facts = route.hops[0].facts
-        growth = Growth(hidden_bytes=facts.hidden_size * ITEMSIZE["float32"])
-        await _decode(_pipeline(route, hops), hops, growth)
-        await _stateless(_pipeline(route, hops), growth)
+        hops = [CountingHop(hop) for hop in await stack.enter_async_context(open_hops(cluster))]
+        head = await stack.enter_async_context(open_library_head(cluster, hops))
+        route = await head.route()
+        growth = Growth(hidden_bytes=route.hops[0].facts.hidden_size * ITEMSIZE["float32"])
+        await _decode(head.pipeline(route), hops, growth)
+        await _stateless(head.pipeline(route), growth)
         return growth
 
 
-def _pipeline(route: Route, hops: Sequence[CountingHop]) -> Pipeline:
-    return Pipeline(route, {hop.endpoint: hop for hop in hops}, HopTimesBook(), Trace())
-
-
 async def _decode(pipeline: Pipeline, hops: Sequence[CountingHop], growth: Growth) -> None:
-    ids = list(PROMPT)
-    answer = await pipeline.step("prefill", ids, 0, Sampling())
+    answer = await pipeline.prefill(PROMPT, Sampling())
     for hop in hops:
         hop.sent.clear()
         hop.received.clear()
     for _ in range(N_TOKENS):
-        ids.append(answer.token_id or 0)
         started_at = perf_counter()
-        answer = await pipeline.step("decode", ids[-1:], len(ids) - 1, Sampling())
+        answer = await pipeline.decode(answer.token_id or 0, Sampling())
         growth.cached_ms.append((perf_counter() - started_at) * 1000)
     if hops[0].received != hops[1].sent:
         raise RuntimeError("the second hop was not sent what the first one answered")
@@ -125,7 +109,7 @@ async def _stateless(pipeline: Pipeline, growth: Growth) -> None:
         times: list[float] = []
         for _ in range(3):
             started_at = perf_counter()
-            await pipeline.step("stateless", ids, 0, Sampling())
+            await pipeline.stateless_step(ids, Sampling())
             times.append((perf_counter() - started_at) * 1000)
         growth.stateless_ms[length] = median(times)
 

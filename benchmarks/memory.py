@@ -21,6 +21,7 @@ from pathlib import Path
 
 import httpx
 
+from benchmarks.resident import resident_bytes
 from meshnet.topology import LayerSpan, even_spans
 from services.cli.serving import free_port
 
@@ -97,7 +98,7 @@ def sample_process(command: list[str], port: int) -> Sample:
         ready_at: float | None = None
         next_look = 0.0
         while ready_at is None or time.monotonic() < ready_at + SETTLE_S:
-            peak = max(peak, _resident(process.pid, "RssAnon"))
+            peak = max(peak, resident_bytes(process.pid, "RssAnon"))
             if ready_at is None and time.monotonic() >= next_look:
                 next_look = time.monotonic() + 0.1
                 readiness = _readiness(port)
@@ -106,18 +107,11 @@ def sample_process(command: list[str], port: int) -> Sample:
             if process.poll() is not None:
                 raise RuntimeError(f"{command} ended with {process.returncode}")
             time.sleep(SAMPLE_S)
-        after, mapped = (_resident(process.pid, kind) for kind in ("RssAnon", "RssFile"))
+        after, mapped = (resident_bytes(process.pid, kind) for kind in ("RssAnon", "RssFile"))
         return Sample(peak, after, mapped, total)
     finally:
         process.terminate()
         process.wait()
-
-
-def _resident(pid: int, kind: str) -> int:
-    for line in Path(f"/proc/{pid}/status").read_text().splitlines():
-        if line.startswith(f"{kind}:"):
-            return int(line.split()[1]) * 1024
-    return 0
 
 
 def _readiness(port: int) -> dict[str, object]:

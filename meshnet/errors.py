@@ -9,12 +9,15 @@ MeshError
 ├── Unauthorized              401
 ├── Forbidden                 403
 ├── SessionError              409  the session's state and the step do not fit
-│   ├── CacheMiss                  the state is not here; prefill again
-│   └── SessionBusy                another step of the session is running
+│   ├── CacheMiss                  the state is not here; feed it again
+│   ├── SessionBusy                another step of the session is running
+│   ├── InputsDropped              the head no longer has what a hop was fed
+│   └── StaleEpoch                 a newer epoch steers the session, or it was closed
 ├── ModelMismatch             409  the shard runs another model than the head believes
 ├── CapacityError             503  later it may work
 │   ├── CacheFull
-│   └── QueueFull
+│   ├── QueueFull
+│   └── Draining                   it finishes what it has and takes nothing new
 ├── HopError                  503  a hop did not do its part
 │   ├── HopUnreachable
 │   ├── HopTimeout
@@ -119,17 +122,33 @@ class SessionError(MeshError):
 class CacheMiss(SessionError):
     """The shard does not hold the state this step continues.
 
-    Members: `reason` (a MissReason) and `held`, the tokens still held, else 0.
+    Members: `reason` (a MissReason), `held`, the tokens still held, else 0, and for `restarted`
+    `expected` and `actual`, the boot ids.
     """
 
     code = "cache_miss"
 
 
 class SessionBusy(SessionError):
-    """Another step of the same session is running; nothing was changed."""
+    """Another step of the same session is running; nothing was changed. Member: `held`."""
 
     code = "session_busy"
     retryable = True
+
+
+class InputsDropped(SessionError):
+    """What a hop was fed is not kept any more, so that all hops must be fed anew."""
+
+    code = "inputs_dropped"
+
+
+class StaleEpoch(SessionError):
+    """The session is steered under a newer epoch, or was closed under this one.
+
+    Nothing was changed. Members: `expected`, the lowest epoch that is taken, `actual`, and `held`.
+    """
+
+    code = "stale_epoch"
 
 
 class ModelMismatch(MeshError):
@@ -157,6 +176,12 @@ class QueueFull(CapacityError):
     """Too many steps are waiting."""
 
     code = "queue_full"
+
+
+class Draining(CapacityError):
+    """It finishes what it has begun and takes nothing new; another one may."""
+
+    code = "draining"
 
 
 class HopError(MeshError):

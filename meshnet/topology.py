@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -96,15 +96,28 @@ class ShardFacts:
     max_positions: int
     kv_cache: bool = True
     max_step_tokens: int = 2**31 - 1
+    transformers_version: str = ""
+    weights: str | None = None
+    """Digest of the whole checkpoint, `KIND-VALUE`; only those of one kind can be compared."""
+    layer_digests: tuple[str, ...] = ()
+    """Digests of what the shard holds of each layer of its span, ends included; or none at all."""
+
+    def digest_of(self, layer: int) -> str | None:
+        """The digest of one layer of the span."""
+        return self.layer_digests[layer - self.span.start] if self.layer_digests else None
 
 
 @dataclass(frozen=True, slots=True)
 class Hop:
-    """One shard on a route; it runs `layers` (its span from the hop's start layer on)."""
+    """One shard on a route; it runs `layers` (its span from the hop's start layer on).
+
+    `boot_id` is the life of the shard's process that the facts are from.
+    """
 
     endpoint: str
     layers: LayerSpan
     facts: ShardFacts
+    boot_id: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,28 +144,12 @@ class Route:
         return min(hop.facts.max_step_tokens for hop in self.hops)
 
 
-def build_route(specs: Sequence[HopSpec], facts: Sequence[ShardFacts]) -> Route:
-    """Make a route of the hops in the order given.
-
-    Args:
-        specs: The hops, first layer's hop first.
-        facts: What each of them says of itself, in the same order.
+def make_hop(spec: HopSpec, facts: ShardFacts, boot_id: str = "") -> Hop:
+    """The hop that a shard makes.
 
     Raises:
-        RouteError: A hop names another model than the first, a start layer lies outside its hop's
-            span, or the layers run leave a gap, run twice, or do not end at the last layer.
+        RouteError: The start layer lies outside the shard's span.
     """
-    if not specs:
-        raise RouteError(
-            "a route needs at least one hop", field="route", value=[], allowed="1+ hops"
-        )
-    hops = tuple(_make_hop(spec, fact) for spec, fact in zip(specs, facts, strict=True))
-    _check_one_model(hops)
-    _check_tiling(hops)
-    return Route(hops)
-
-
-def _make_hop(spec: HopSpec, facts: ShardFacts) -> Hop:
     start = facts.span.start if spec.start_layer is None else spec.start_layer
     if start not in facts.span:
         raise RouteError(
@@ -162,23 +159,82 @@ def _make_hop(spec: HopSpec, facts: ShardFacts) -> Hop:
             allowed=f"{facts.span.start} to {facts.span.end - 1}",
             endpoint=spec.endpoint,
         )
-    return Hop(spec.endpoint, LayerSpan(start, facts.span.end), facts)
+    return Hop(spec.endpoint, LayerSpan(start, facts.span.end), facts, boot_id)
 
 
-def _check_one_model(hops: Sequence[Hop]) -> None:
-    first = hops[0]
+def build_route(hops: Sequence[Hop]) -> Route:
+    """Make a route of the hops in the order given, first layer's hop first.
+
+    Raises:
+        RouteError: A hop serves another model than the first, or the layers run leave a gap, run
+            twice, or do not end at the last layer.
+    """
+    if not hops:
+        raise RouteError(
+            "a route needs at least one hop", field="route", value=[], allowed="1+ hops"
+        )
     for hop in hops[1:]:
-        for field in ("revision", "n_layers", "hidden_size", "dtype"):
-            ours, theirs = getattr(first.facts, field), getattr(hop.facts, field)
-            if ours != theirs:
-                raise RouteError(
-                    f"{hop.endpoint} serves another model than {first.endpoint}: "
-                    f"{field} {theirs} ({hop.facts.model}) against {ours} ({first.facts.model})",
-                    field=field,
-                    value=theirs,
-                    allowed=ours,
-                    endpoint=hop.endpoint,
-                )
+        check_same_model(hops[0], hop)
+    _check_tiling(hops)
+    return Route(tuple(hops))
+
+
+def choose_route(hops: Sequence[Hop], load: Callable[[Hop], tuple[int, ...]]) -> Route:
+    """Make a route of some of the hops, in the order of their layers.
+
+    Args:
+        hops: What there is of one model, in any order; several may run the same layers.
+        load: How busy a hop is. Wherever several go on at a layer, the least busy is taken, or
+            the first of those.
+
+    Raises:
+        RouteError: No choice of them tiles the model's layers.
+    """
+    # From the last layer back, so that what follows a hop is known when the hop is looked at.
+    onward: dict[int, list[Hop]] = {hops[0].facts.n_layers: []} if hops else {}
+    for hop in sorted(hops, key=lambda hop: (-hop.layers.start, *load(hop))):
+        if hop.layers.end in onward:
+            onward.setdefault(hop.layers.start, [hop, *onward[hop.layers.end]])
+    if 0 in onward and hops:
+        return build_route(onward[0])
+    one_each = {hop.layers: hop for hop in reversed(hops)}.values()  # standbys explain nothing
+    return build_route(sorted(one_each, key=lambda hop: (hop.layers.start, hop.layers.end)))
+
+
+def check_same_model(ours: Hop, theirs: Hop) -> None:
+    """Find out whether two hops can be on one route.
+
+    Raises:
+        RouteError: They serve different models, or the same one differently; both values are
+            named.
+    """
+    for field in ("revision", "n_layers", "hidden_size", "dtype", "transformers_version"):
+        _compare(ours, theirs, field, getattr(ours.facts, field), getattr(theirs.facts, field))
+    a, b = ours.facts.weights, theirs.facts.weights
+    if a is not None and b is not None and a.partition("-")[0] == b.partition("-")[0]:
+        _compare(ours, theirs, "weights", a, b)
+    digests_known = ours.facts.layer_digests and theirs.facts.layer_digests
+    if ours.facts.span == theirs.facts.span and not digests_known:
+        _compare(ours, theirs, "fingerprint", ours.facts.fingerprint, theirs.facts.fingerprint)
+    for layer in range(
+        max(ours.facts.span.start, theirs.facts.span.start),
+        min(ours.facts.span.end, theirs.facts.span.end),
+    ):
+        digests = ours.facts.digest_of(layer), theirs.facts.digest_of(layer)
+        if None not in digests:
+            _compare(ours, theirs, f"digest of layer {layer}", *digests)
+
+
+def _compare(ours: Hop, theirs: Hop, field: str, a: object, b: object) -> None:
+    if a != b:
+        raise RouteError(
+            f"{theirs.endpoint} serves another model than {ours.endpoint}: "
+            f"{field} {b} ({theirs.facts.model}) against {a} ({ours.facts.model})",
+            field=field,
+            value=b,
+            allowed=a,
+            endpoint=theirs.endpoint,
+        )
 
 
 def _check_tiling(hops: Sequence[Hop]) -> None:

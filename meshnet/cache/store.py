@@ -10,42 +10,18 @@ from collections import Counter, OrderedDict
 from collections.abc import AsyncGenerator, Callable, Iterable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import Final, Generic, Protocol, TypeVar
+from typing import Final, Generic
 
-from meshnet.cache.policy import CacheKey, CacheLimits, EntryView, Need, Plan, plan_room
-from meshnet.errors import CacheFull, CacheMiss, MissReason, SessionBusy
-from meshnet.ids import SessionId, StepId
+from meshnet.cache.entry import Commit, Ended, Entry, Lease, StateT, StepRef
+from meshnet.cache.policy import CacheKey, CacheLimits, Need, Plan, plan_room
+from meshnet.errors import CacheFull, CacheMiss, MissReason, SessionBusy, StaleEpoch
+from meshnet.ids import SessionId
 
 Clock = Callable[[], float]
 """Seconds that never go back; the zero is of no meaning."""
 
 REMEMBERED_SESSIONS: Final = 1024
-"""How many ended sessions the store can still give a reason for."""
-
-
-class HasNbytes(Protocol):
-    """What the store needs of a state."""
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of memory the state holds now."""
-        ...
-
-
-StateT = TypeVar("StateT", bound=HasNbytes)
-
-
-@dataclass(frozen=True, slots=True)
-class StepRef:
-    """Which step this is; one with the same id at the same position is the same step again.
-
-    Attributes:
-        step_id: None for a step that cannot be told from another, and so is never replayed.
-        past_len: Tokens the state must already hold.
-    """
-
-    step_id: StepId | None
-    past_len: int
+"""How many ended sessions the store can still give a reason for, and refuse late steps of."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,103 +37,6 @@ class CacheUsage:
     sessions: int
     leases: int
     cached_bytes: int
-
-
-@dataclass(frozen=True, slots=True)
-class _Commit:
-    n_tokens: int
-    answer: object
-    answer_nbytes: int
-    state_nbytes: int
-
-
-class Lease(Generic[StateT]):
-    """Exclusive use of one session's state for one step, or the answer to a step repeated.
-
-    Attributes:
-        replay: The answer stored when this step was first run, else None. Where it is set there
-            is nothing to run and no state is lent.
-        committed: What `commit` recorded; the store reads it when the lease is left.
-    """
-
-    def __init__(self, state: StateT | None, *, replay: object | None = None) -> None:
-        self._state = state
-        self.replay = replay
-        self.committed: _Commit | None = None
-
-    @property
-    def state(self) -> StateT:
-        """The session's state; the step mutates it.
-
-        Raises:
-            RuntimeError: The lease is a replay.
-        """
-        if self._state is None:
-            raise RuntimeError("a replay lends no state: the step was already run")
-        return self._state
-
-    def commit(self, *, n_tokens: int, answer: object, answer_nbytes: int) -> None:
-        """Declare the step whole. The store takes it over when the lease is left.
-
-        Args:
-            n_tokens: How many tokens the step added to the state.
-            answer: What a repeat of this step is to be answered; not None.
-            answer_nbytes: Bytes of memory the stored answer takes.
-
-        Raises:
-            RuntimeError: The lease is a replay. Nothing was changed.
-        """
-        self.committed = _Commit(n_tokens, answer, answer_nbytes, self.state.nbytes)
-
-
-@dataclass(slots=True)
-class _Entry(Generic[StateT]):
-    """One session's state; `nbytes` is measured at each commit, `reserved` is what a step may add.
-
-    A doomed entry was released during a step and goes with the end of its lease.
-    """
-
-    key: CacheKey
-    state: StateT
-    last_used: float
-    length: int = 0
-    nbytes: int = 0
-    reserved: int = 0
-    leased: bool = False
-    doomed: bool = False
-    last_step: StepRef | None = None
-    last_commit: _Commit | None = None
-
-    def view(self) -> EntryView:
-        return EntryView(self.key, self.nbytes + self.reserved, self.last_used, self.leased)
-
-    def answer_to(self, key: CacheKey, step: StepRef) -> object | None:
-        """The stored answer, where `step` is the one that was committed last."""
-        if step.step_id is None or self.last_commit is None:
-            return None
-        return self.last_commit.answer if (self.key, self.last_step) == (key, step) else None
-
-    def begin(self, reserved: int) -> None:
-        self.leased = True
-        self.reserved = reserved
-
-    def land(self, step: StepRef, commit: _Commit, now: float) -> None:
-        self.leased = False
-        self.reserved = 0
-        self.length += commit.n_tokens
-        self.nbytes = commit.state_nbytes + commit.answer_nbytes
-        self.last_used = now
-        self.last_step = step
-        self.last_commit = commit
-
-    def is_settled(self) -> bool:
-        """Whether an idle entry is as its last commit left it."""
-        return (
-            self.last_commit is not None
-            and self.nbytes == self.state.nbytes + self.last_commit.answer_nbytes
-            and self.reserved == 0
-            and not self.doomed
-        )
 
 
 class SessionCacheStore(Generic[StateT]):
@@ -183,8 +62,8 @@ class SessionCacheStore(Generic[StateT]):
         self.drops: Counter[MissReason] = Counter()
         self._clock = clock
         self._lock = asyncio.Lock()
-        self._entries: dict[SessionId, _Entry[StateT]] = {}
-        self._ended: OrderedDict[SessionId, MissReason] = OrderedDict()
+        self._entries: dict[SessionId, Entry[StateT]] = {}
+        self._ended: OrderedDict[SessionId, Ended] = OrderedDict()
 
     @asynccontextmanager
     async def lease(
@@ -195,6 +74,7 @@ class SessionCacheStore(Generic[StateT]):
         fresh: bool,
         need_bytes: int,
         new_state: Callable[[], StateT],
+        check: Callable[[], None] = lambda: None,
     ) -> AsyncGenerator[Lease[StateT], None]:
         """Lend the session's state to one step.
 
@@ -204,23 +84,27 @@ class SessionCacheStore(Generic[StateT]):
 
         Args:
             key: The session and the layers the step runs.
-            step: The step's id, and the tokens it builds on.
+            step: The step's id and epoch, and the tokens it builds on.
             fresh: The step begins the session anew, at position 0: it gets an empty state, and
-                what the session held before is dropped, under whichever layers.
+                what the session held before is dropped, under whichever layers. A guarded step
+                does so in a new epoch only: in the old one it is late.
             need_bytes: How much the step is expected to add to the state and the stored answer.
                 Reserved until the lease is left.
             new_state: Makes the empty state of a fresh step. If it raises, nothing is changed.
+            check: Called before anything is given up for the step, and not for a replay. If it
+                raises, nothing is changed.
 
         Raises:
+            StaleEpoch: A newer epoch steers the session, or it was closed. Nothing was changed.
             SessionBusy: Another step of the session is running. Nothing was changed.
-            CacheMiss: The state this step continues is not here. One of another length was
-                dropped; otherwise nothing was changed.
+            CacheMiss: The state this step continues is not here. One of another length than that
+                of an unguarded step was dropped; otherwise nothing was changed.
             CacheFull: There is no room, even without every session that no step is using.
                 Nothing was changed.
         """
         async with self._lock:
             entry, lease = self._enter(
-                key, step, fresh=fresh, need_bytes=need_bytes, new_state=new_state
+                key, step, fresh=fresh, need_bytes=need_bytes, new_state=new_state, check=check
             )
         # Nothing awaits from here to the yield: no cancellation can fall between.
         try:
@@ -229,22 +113,34 @@ class SessionCacheStore(Generic[StateT]):
             if lease.replay is None:
                 self._leave(entry, step, lease.committed)
 
-    async def release(self, session: SessionId) -> int:
+    async def release(self, session: SessionId, epoch: int = 0) -> int:
         """Free what the session holds; one in a running step goes when the step ends.
+
+        Args:
+            session: Which one.
+            epoch: Steps of the session in this epoch and before, still on their way, are refused
+                from now on. 0 frees whatever is held, in any epoch, and refuses nothing.
 
         Returns:
             How many states were freed or doomed; 0 when there was none, or it was doomed before.
+
+        Raises:
+            StaleEpoch: A newer epoch steers the session. Nothing was changed.
         """
         async with self._lock:
             self._tidy()
-            self._ended.pop(session, None)
             entry = self._entries.get(session)
-            if entry is None or entry.doomed:
+            if entry is None:
+                self._remember(session, "unknown", epoch + 1 if epoch else 0)
                 return 0
-            if entry.leased:
-                entry.doomed = True
-            else:
-                del self._entries[session]
+            if entry.doomed:
+                entry.close(epoch)
+                return 0
+            if epoch:
+                self._check_epoch(session, epoch)
+            entry.close(epoch)
+            if not entry.leased:
+                self._end(entry.key, "unknown")
             return 1
 
     async def sweep(self) -> int:
@@ -298,37 +194,59 @@ class SessionCacheStore(Generic[StateT]):
         fresh: bool,
         need_bytes: int,
         new_state: Callable[[], StateT],
-    ) -> tuple[_Entry[StateT], Lease[StateT]]:
+        check: Callable[[], None],
+    ) -> tuple[Entry[StateT], Lease[StateT]]:
         self._tidy()
+        self._check_epoch(key.session, step.epoch)
         entry = self._entries.get(key.session)
         if entry is not None:
             if entry.leased:
-                raise SessionBusy(f"another step of session {key.session} is running")
+                raise SessionBusy(
+                    f"another step of session {key.session} is running", held=entry.length
+                )
             answer = entry.answer_to(key, step)
             if answer is not None:
                 return entry, Lease(None, replay=answer)
-        if fresh:
+        late = entry is not None and step.guarded and step.epoch == entry.epoch
+        if fresh and not late:
+            check()
             entry = self._create(key, need_bytes, new_state)
         else:
             entry = self._find(key, step)
+            check()
             self._carry_out(self._plan_for(key.session, entry.nbytes + need_bytes))
-        entry.begin(reserved=need_bytes)
+        entry.begin(step.epoch, reserved=need_bytes)
         return entry, Lease(entry.state)
+
+    def _check_epoch(self, session: SessionId, epoch: int) -> None:
+        entry, ended = self._entries.get(session), self._ended.get(session)
+        if entry is not None:
+            lowest, held = entry.epoch, entry.length
+        else:
+            lowest, held = (0 if ended is None else ended.min_epoch), 0
+        if epoch < lowest:
+            raise StaleEpoch(
+                f"session {session} takes epoch {lowest} and later, not {epoch}",
+                expected=lowest,
+                actual=epoch,
+                held=held,
+            )
 
     def _create(
         self, key: CacheKey, need_bytes: int, new_state: Callable[[], StateT]
-    ) -> _Entry[StateT]:
+    ) -> Entry[StateT]:
         plan = self._plan_for(key.session, need_bytes)
-        entry = _Entry(key, new_state(), last_used=self._clock())
+        entry = Entry(key, new_state(), last_used=self._clock())
         self._carry_out(plan)
         self._ended.pop(key.session, None)
         self._entries[key.session] = entry
         return entry
 
-    def _find(self, key: CacheKey, step: StepRef) -> _Entry[StateT]:
+    def _find(self, key: CacheKey, step: StepRef) -> Entry[StateT]:
         entry = self._entries.get(key.session)
         if entry is None:
-            reason = self._ended.get(key.session, "unknown")
+            ended = self._ended.get(key.session)
+            reason: MissReason = "unknown" if ended is None else ended.reason
             raise self._miss(reason, f"session {key.session} is not held here: {reason}")
         if entry.key != key:
             raise self._miss(
@@ -336,21 +254,21 @@ class SessionCacheStore(Generic[StateT]):
                 f"session {key.session} is held for layers {_span(entry.key)}, not {_span(key)}",
             )
         if entry.length != step.past_len:
+            where = f"session {key.session} held {entry.length} tokens, not {step.past_len}"
+            if step.guarded:
+                raise self._miss("length_mismatch", where, held=entry.length)
             self._drop(key, "length_mismatch")
-            raise self._miss(
-                "length_mismatch",
-                f"session {key.session} held {entry.length} tokens, not {step.past_len}: dropped",
-            )
+            raise self._miss("length_mismatch", f"{where}: dropped")
         return entry
 
-    def _miss(self, reason: MissReason, message: str) -> CacheMiss:
+    def _miss(self, reason: MissReason, message: str, *, held: int = 0) -> CacheMiss:
         self.misses[reason] += 1
-        return CacheMiss(message, reason=reason, held=0)
+        return CacheMiss(message, reason=reason, held=held)
 
-    def _leave(self, entry: _Entry[StateT], step: StepRef, commit: _Commit | None) -> None:
+    def _leave(self, entry: Entry[StateT], step: StepRef, commit: Commit | None) -> None:
         if commit is None or entry.doomed:
-            # Not remembered: none of the reasons for a miss is the truth about these two.
-            del self._entries[entry.key.session]
+            # None of the reasons for a miss is the truth about these two.
+            self._end(entry.key, "unknown")
             return
         entry.land(step, commit, self._clock())
         self._tidy()  # the state may have outgrown its reservation
@@ -370,7 +288,7 @@ class SessionCacheStore(Generic[StateT]):
         others = [e for e in self._entries.values() if e.key.session != session]
         return self._plan(others, Need(sessions=1, nbytes=nbytes))
 
-    def _plan(self, entries: Iterable[_Entry[StateT]], need: Need) -> Plan:
+    def _plan(self, entries: Iterable[Entry[StateT]], need: Need) -> Plan:
         views = [entry.view() for entry in entries]
         plan = plan_room(views, self.limits, need, now=self._clock())
         if plan is None:
@@ -393,9 +311,19 @@ class SessionCacheStore(Generic[StateT]):
             self._drop(key, "evicted")
 
     def _drop(self, key: CacheKey, reason: MissReason) -> None:
-        del self._entries[key.session]
         self.drops[reason] += 1
-        self._ended[key.session] = reason
+        self._end(key, reason)
+
+    def _end(self, key: CacheKey, reason: MissReason) -> None:
+        entry = self._entries.pop(key.session)
+        self._remember(key.session, reason, entry.epoch)
+
+    def _remember(self, session: SessionId, reason: MissReason, min_epoch: int) -> None:
+        known = self._ended.pop(session, None)
+        lowest = max(min_epoch, 0 if known is None else known.min_epoch)
+        if reason == "unknown" and not lowest:
+            return
+        self._ended[session] = Ended(reason, lowest)
         if len(self._ended) > REMEMBERED_SESSIONS:
             self._ended.popitem(last=False)
 

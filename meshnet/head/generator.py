@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from dataclasses import dataclass, field
@@ -9,9 +10,7 @@ from typing import Protocol
 
 from meshnet.errors import HopProtocolError, QueueFull
 from meshnet.generation import GenerationRequest, Sampling, TokenEvent
-from meshnet.head.background import Background
 from meshnet.head.pipeline import Pipeline
-from meshnet.head.recovery import Recovery
 from meshnet.wire.messages import TailAnswer
 
 
@@ -44,11 +43,11 @@ class TextModel:
 
 @dataclass
 class _Sequence:
-    """One generation's tokens, and how many of them every hop holds."""
+    """One generation's tokens, and whether the hops hold all of them but the last."""
 
     ids: list[int]
     stateless: bool
-    held: int = 0
+    is_held: bool = False
 
 
 @dataclass
@@ -57,25 +56,29 @@ class Generator:
 
     Attributes:
         text: The tokenizer's part.
-        recovery: What to do about lost hops and states.
-        background: Where sessions are closed, so that a cancelled request cannot leave one open.
-        prefill_chunk_tokens: The longest prefill step.
         max_concurrent: Generations at once; more are refused.
+        active: Generations running.
+        idle: Set while there is none.
     """
 
     text: TextModel
-    recovery: Recovery
-    background: Background
-    prefill_chunk_tokens: int
     max_concurrent: int
     active: int = field(default=0, init=False)
+    idle: asyncio.Event = field(default_factory=asyncio.Event, init=False)
+
+    def __post_init__(self) -> None:
+        self.idle.set()
 
     async def generate(
-        self, request: GenerationRequest, pipeline: Pipeline
+        self, request: GenerationRequest, open_pipeline: Callable[[], Pipeline]
     ) -> AsyncGenerator[TokenEvent]:
         """Yield the generated tokens, the last event with a finish reason.
 
         The session is freed on every hop when the iterator ends, fails, or is closed.
+
+        Args:
+            request: What to generate.
+            open_pipeline: Begins the session; called once there is a place for the request.
 
         Raises:
             QueueFull: Too many generations run already; no hop was touched.
@@ -89,13 +92,19 @@ class Generator:
                 allowed=self.max_concurrent,
             )
         self.active += 1
+        self.idle.clear()
         try:
-            async with aclosing(self._tokens(request, pipeline)) as events:
-                async for event in events:
-                    yield event
+            pipeline = open_pipeline()
+            try:
+                async with aclosing(self._tokens(request, pipeline)) as events:
+                    async for event in events:
+                        yield event
+            finally:
+                await pipeline.background.finish(pipeline.close())
         finally:
             self.active -= 1
-            await self.background.finish(pipeline.close())
+            if not self.active:
+                self.idle.set()
 
     async def _tokens(
         self, request: GenerationRequest, pipeline: Pipeline
@@ -103,36 +112,26 @@ class Generator:
         sequence = _Sequence(list(request.prompt_ids), pipeline.stateless)
         detokenizer = self.text.new_detokenizer()
         for n_generated in range(1, request.max_tokens + 1):
-            answer = await self.recovery.run(
-                lambda: self._attempt(pipeline, sequence, request.sampling)
-            )
-            is_last = n_generated == request.max_tokens
+            answer = await self._next(pipeline, sequence, request.sampling)
+            # A sequence that is sent whole may have outgrown what a step can carry.
+            full = sequence.stateless and len(sequence.ids) >= pipeline.max_step_tokens
+            is_last = full or n_generated == request.max_tokens
             event = self._take(answer, sequence, detokenizer, is_last=is_last)
             yield event
             if event.finish_reason is not None:
                 return
 
-    async def _attempt(
+    async def _next(
         self, pipeline: Pipeline, sequence: _Sequence, sampling: Sampling
     ) -> TailAnswer:
-        """One try at the next token, from what the hops hold; nothing is held after a failure."""
-        held, sequence.held = sequence.held, 0
+        """The answer after the sequence so far."""
         if sequence.stateless:
-            return await pipeline.step("stateless", sequence.ids, 0, sampling)
-        if held:
-            answer = await pipeline.step("decode", sequence.ids[held:], held, sampling)
-        else:
-            answer = await self._prefill(pipeline, sequence.ids, sampling)
-        sequence.held = len(sequence.ids)
+            return await pipeline.stateless_step(sequence.ids, sampling)
+        if sequence.is_held:
+            return await pipeline.decode(sequence.ids[-1], sampling)
+        answer = await pipeline.prefill(sequence.ids, sampling)
+        sequence.is_held = True
         return answer
-
-    async def _prefill(self, pipeline: Pipeline, ids: list[int], sampling: Sampling) -> TailAnswer:
-        """Chunk by chunk; the tail samples after the last one only."""
-        size = min(self.prefill_chunk_tokens, pipeline.max_step_tokens)
-        last = (len(ids) - 1) // size * size
-        for start in range(0, last, size):
-            await pipeline.step("prefill", ids[start : start + size], start, None)
-        return await pipeline.step("prefill", ids[last:], last, sampling)
 
     def _take(
         self,

@@ -6,7 +6,7 @@ from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from time import perf_counter
-from typing import TypeVar
+from typing import Final, TypeVar
 
 import httpx
 from pydantic import BaseModel, ValidationError
@@ -25,13 +25,16 @@ BodyT = TypeVar("BodyT", bound=BaseModel)
 _POOL = httpx.Limits(max_connections=256, max_keepalive_connections=64, keepalive_expiry=3.0)
 
 
+_MAX_JSON_BYTES: Final = 1024**2
+"""Descriptions, problems and tails' answers are far shorter."""
+
+
 @dataclass(frozen=True, slots=True)
 class HopTimeouts:
-    """How long a hop may take."""
+    """How long a hop may take to connect, and to answer what is no step."""
 
     connect_s: float = 5.0
-    step_s: float = 120.0
-    probe_s: float = 5.0
+    probe_s: float = 3.0
     """For what computes nothing: descriptions, readiness, closing a session."""
 
 
@@ -43,6 +46,14 @@ class HopAnswer:
     step_ms: float
     queue_ms: float
     compute_ms: float
+
+
+@dataclass(frozen=True, slots=True)
+class _Answer:
+    """A successful answer, read to its end."""
+
+    headers: httpx.Headers
+    body: bytes
 
 
 class HopClient:
@@ -59,8 +70,16 @@ class HopClient:
         self._http = http
         self._timeouts = timeouts
 
-    async def step(self, step: StepHeaders, body: bytes) -> HopAnswer:
+    async def step(
+        self, step: StepHeaders, body: bytes, *, limit_s: float, max_answer_bytes: int
+    ) -> HopAnswer:
         """Send one step.
+
+        Args:
+            step: Its headers.
+            body: The tensor, row-major little-endian.
+            limit_s: How long the answer may take, once there is a connection.
+            max_answer_bytes: The longest answer; a longer one is not read to its end.
 
         Raises:
             HopUnreachable: No connection, or it broke; the step may or may not have been applied.
@@ -74,7 +93,8 @@ class HopClient:
             "/v1/forward",
             content=body,
             headers={"content-type": "application/octet-stream", **headers.render(step)},
-            read_s=self._timeouts.step_s,
+            limit_s=limit_s,
+            max_bytes=max(max_answer_bytes, _MAX_JSON_BYTES),
         )
         return HopAnswer(
             self._read_step(response),
@@ -83,20 +103,21 @@ class HopClient:
             compute_ms=_milliseconds(response, headers.COMPUTE_MS),
         )
 
-    async def close_session(self, session: SessionId) -> None:
-        """Free a session on the shard; idempotent. Raises as `step`."""
-        await self._send("DELETE", f"/v1/sessions/{session}", read_s=self._timeouts.probe_s)
+    async def close_session(self, session: SessionId, epoch: int) -> None:
+        """Free a session on the shard; idempotent. Raises as `step`.
+
+        Steps of it in this epoch or before, still on their way, are refused from then on.
+        """
+        await self._send("DELETE", f"/v1/sessions/{session}", headers={headers.EPOCH: str(epoch)})
 
     async def describe(self) -> ShardInfo:
         """What the shard says of itself. Raises as `step`."""
-        response = await self._send("GET", "/v1/shard", read_s=self._timeouts.probe_s)
+        response = await self._send("GET", "/v1/shard")
         return self._read_json(response, ShardInfo)
 
     async def readiness(self) -> ShardReadiness:
         """How far the shard is; also one that is not ready answers. Raises as `step`."""
-        response = await self._send(
-            "GET", "/readyz", read_s=self._timeouts.probe_s, accept_status=503
-        )
+        response = await self._send("GET", "/readyz", accept_status=503)
         return self._read_json(response, ShardReadiness)
 
     async def _send(
@@ -104,51 +125,68 @@ class HopClient:
         method: str,
         path: str,
         *,
-        read_s: float,
         content: bytes | None = None,
         headers: dict[str, str] | None = None,
+        limit_s: float | None = None,
         accept_status: int = 200,
-    ) -> httpx.Response:
+        max_bytes: int = _MAX_JSON_BYTES,
+    ) -> _Answer:
+        limit_s = limit_s or self._timeouts.probe_s
         connect_s = self._timeouts.connect_s
-        timeout = httpx.Timeout(read_s, connect=connect_s, pool=connect_s)
+        timeout = httpx.Timeout(limit_s, connect=connect_s, pool=connect_s)
         try:
-            response = await self._http.request(
+            async with self._http.stream(
                 method, path, content=content, headers=headers, timeout=timeout
-            )
+            ) as response:
+                body = await self._read(response, perf_counter() + limit_s, max_bytes)
         except httpx.HTTPError as error:
             raise self._translate(error) from error
         if response.is_success or response.status_code == accept_status:
-            return response
-        raise problems.from_problem(
-            response.content, status=response.status_code, endpoint=self.endpoint
-        )
+            return _Answer(response.headers, body)
+        raise problems.from_problem(body, status=response.status_code, endpoint=self.endpoint)
+
+    async def _read(self, response: httpx.Response, ends_at: float, max_bytes: int) -> bytes:
+        """The whole body; httpx limits the wait for each part of it, not for all of them."""
+        body = bytearray()
+        async for part in response.aiter_bytes():
+            body += part
+            if len(body) > max_bytes:
+                raise HopProtocolError(
+                    f"{self.endpoint} answered more than {max_bytes} bytes", endpoint=self.endpoint
+                )
+            if perf_counter() > ends_at:
+                raise self._timed_out()
+        return bytes(body)
+
+    def _timed_out(self) -> HopTimeout:
+        return HopTimeout(f"{self.endpoint} did not answer in time", endpoint=self.endpoint)
 
     def _translate(self, error: httpx.HTTPError) -> HopError:
         """The only mapper from httpx."""
         what = str(error) or type(error).__name__
         if isinstance(error, httpx.ReadTimeout | httpx.WriteTimeout):
-            return HopTimeout(f"{self.endpoint} did not answer in time", endpoint=self.endpoint)
+            return self._timed_out()
         if isinstance(error, httpx.DecodingError):
             return HopProtocolError(
                 f"{self.endpoint} answered what cannot be decoded: {what}", endpoint=self.endpoint
             )
         return HopUnreachable(f"{self.endpoint} is not reachable: {what}", endpoint=self.endpoint)
 
-    def _read_step(self, response: httpx.Response) -> Frame | TailAnswer:
+    def _read_step(self, response: _Answer) -> Frame | TailAnswer:
         if response.headers.get("content-type", "").startswith("application/json"):
             return self._read_json(response, TailAnswer)
         shape = response.headers.get(headers.SHAPE, "")
         try:
             dtype = headers.parse_dtype(response.headers.get(headers.DTYPE, ""))
-            return Frame(dtype, headers.parse_shape(shape), response.content)
+            return Frame(dtype, headers.parse_shape(shape), response.body)
         except InvalidRequest as error:
             raise HopProtocolError(
                 f"{self.endpoint} answered no frame: {error.message}", endpoint=self.endpoint
             ) from error
 
-    def _read_json(self, response: httpx.Response, kind: type[BodyT]) -> BodyT:
+    def _read_json(self, response: _Answer, kind: type[BodyT]) -> BodyT:
         try:
-            return kind.model_validate_json(response.content)
+            return kind.model_validate_json(response.body)
         except ValidationError as error:
             raise HopProtocolError(
                 f"{self.endpoint} answered no {kind.__name__}: {error.error_count()} faults",
@@ -169,7 +207,7 @@ async def open_hop(
         yield HopClient(endpoint, http, timeouts)
 
 
-def _milliseconds(response: httpx.Response, name: str) -> float:
+def _milliseconds(response: _Answer, name: str) -> float:
     try:
         return float(response.headers.get(name, 0.0))
     except ValueError:

@@ -3,30 +3,43 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-import structlog
-
-from meshnet.errors import HopProtocolError, MeshError
+from meshnet.errors import HopProtocolError, InputsDropped
 from meshnet.generation import Sampling
-from meshnet.head.hop_client import HopAnswer, HopClient
+from meshnet.head.background import Background
+from meshnet.head.call import Call, Shards, Trace
+from meshnet.head.hop_session import HopSession
 from meshnet.head.hop_times import HopTimesBook
+from meshnet.head.recovery import Recovery, Tries
+from meshnet.head.replay import InputLog, ReplayBudget, ReplayMode
 from meshnet.ids import SessionId, new_id
-from meshnet.topology import Hop, Route
+from meshnet.topology import Route
 from meshnet.wire.frames import Frame
-from meshnet.wire.headers import CacheMode, StepHeaders
+from meshnet.wire.headers import CacheMode
 from meshnet.wire.messages import TailAnswer
-
-_log = structlog.get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Trace:
-    """What ties the logs of all hops to one request."""
+class PipelineKit:
+    """What all pipelines of a head share.
 
-    request_id: str | None = None
-    traceparent: str | None = None
+    Attributes:
+        times: Where the hops' times are noted.
+        recovery: How failures are met.
+        budget: Room for the inputs that are kept.
+        replay: How they are fed again.
+        background: Where calls end that nobody waits for any more.
+        prefill_chunk_tokens: The longest prefill step.
+    """
+
+    times: HopTimesBook
+    recovery: Recovery
+    budget: ReplayBudget
+    replay: ReplayMode
+    background: Background
+    prefill_chunk_tokens: int
 
 
 class Pipeline:
@@ -34,20 +47,36 @@ class Pipeline:
 
     Args:
         route: The hops in order.
-        clients: A client for every endpoint of the route.
-        times: Where the hops' times are noted.
+        shards: Who can take a hop's place.
+        kit: What it shares with the other pipelines.
         trace: Sent with every step.
+        session: None is a new one.
     """
 
     def __init__(
-        self, route: Route, clients: Mapping[str, HopClient], times: HopTimesBook, trace: Trace
+        self,
+        route: Route,
+        shards: Shards,
+        kit: PipelineKit,
+        trace: Trace,
+        session: SessionId | None = None,
     ) -> None:
-        self.session = SessionId(new_id())
+        self.session = session or SessionId(new_id())
         self._route = route
-        self._clients = clients
-        self._times = times
-        self._trace = trace
-        self._in_flight: asyncio.Task[HopAnswer] | None = None
+        self._kit = kit
+        self._ids: list[int] = []
+        self._hops = [
+            HopSession(
+                hop,
+                self.session,
+                shards=shards,
+                log=InputLog(kit.budget, kit.replay),
+                times=kit.times,
+                background=kit.background,
+                trace=trace,
+            )
+            for hop in route.hops
+        ]
 
     @property
     def stateless(self) -> bool:
@@ -59,92 +88,93 @@ class Pipeline:
         """The longest step that every hop takes."""
         return self._route.max_step_tokens
 
-    async def step(
-        self, mode: CacheMode, ids: Sequence[int], past_len: int, sampling: Sampling | None
-    ) -> TailAnswer:
-        """Run one step through every hop.
+    @property
+    def background(self) -> Background:
+        """Where to close it, so that a cancelled request cannot leave it open."""
+        return self._kit.background
 
-        Args:
-            mode: How the hops treat their caches.
-            ids: The tokens of this step, at least one.
-            past_len: Tokens that every hop already holds.
-            sampling: How the tail samples; None for a chunk after which nothing is sampled.
+    async def prefill(self, ids: Sequence[int], sampling: Sampling) -> TailAnswer:
+        """Run a prompt, chunk by chunk; the tail samples after the last one only.
 
         Raises:
-            MeshError: A hop failed or refused; hops before it have taken the step.
+            MeshError: As `step`.
         """
-        frame = Frame.of_token_ids(ids)
-        *others, tail = self._route.hops
-        for hop in others:
-            result = await self._hop_step(hop, mode, frame, past_len, None)
-            if not isinstance(result, Frame):
-                raise HopProtocolError(f"{hop.endpoint} answered as a tail", endpoint=hop.endpoint)
-            if result.n_tokens != len(ids):
-                raise HopProtocolError(
-                    f"{hop.endpoint} answered {result.n_tokens} tokens to {len(ids)}",
-                    endpoint=hop.endpoint,
-                )
-            frame = result
-        answer = await self._hop_step(tail, mode, frame, past_len, sampling)
-        if not isinstance(answer, TailAnswer):
-            raise HopProtocolError(
-                f"{tail.endpoint} answered hidden states", endpoint=tail.endpoint
-            )
-        return answer
+        *chunks, last = self._chunks(ids)
+        for chunk in chunks:
+            await self._cached_step("prefill", chunk, None)
+        return await self._cached_step("prefill", last, sampling)
+
+    async def decode(self, token_id: int, sampling: Sampling) -> TailAnswer:
+        """Run the last token. Raises as `step`."""
+        return await self._cached_step("decode", [token_id], sampling)
+
+    async def stateless_step(self, ids: Sequence[int], sampling: Sampling) -> TailAnswer:
+        """Run a whole sequence, of which nothing is kept.
+
+        Raises:
+            RecoveryExhausted: A hop or a state was lost and did not come back in time.
+            MeshError: What a hop refused a step with.
+        """
+        call = Call("stateless", Frame.of_token_ids(ids), 0, sampling)
+        return await self._through(call, self._kit.recovery.begin())
 
     async def close(self) -> None:
-        """Free the session on every hop; a hop that cannot be reached frees it by its TTL.
+        """Free the session on every hop; a hop that cannot be reached frees it by its TTL."""
+        await asyncio.gather(*(hop.close() for hop in self._hops))
 
-        Waits for a step in flight first: closed before it, the hop would make the session anew.
-        """
-        if self._in_flight is not None:
-            await asyncio.wait({self._in_flight})
-        await asyncio.gather(*(self._close_on(hop.endpoint) for hop in self._route.hops))
+    async def _cached_step(
+        self, mode: CacheMode, ids: Sequence[int], sampling: Sampling | None
+    ) -> TailAnswer:
+        """Run the tokens that come next, which every hop then holds."""
+        tries = self._kit.recovery.begin()
+        call = Call(mode, Frame.of_token_ids(ids), len(self._ids), sampling)
+        anew = False
+        while True:
+            try:
+                if anew:
+                    await self._feed_anew(tries)
+                answer = await self._through(call, tries)
+            except InputsDropped as dropped:
+                tries.count(dropped)
+                anew = True
+            else:
+                self._ids.extend(ids)
+                return answer
 
-    async def _hop_step(
-        self,
-        hop: Hop,
-        mode: CacheMode,
-        frame: Frame,
-        past_len: int,
-        sampling: Sampling | None,
-    ) -> Frame | TailAnswer:
-        step = StepHeaders(
-            session=self.session,
-            cache=mode,
-            past_len=past_len,
-            shape=frame.shape,
-            dtype=frame.dtype,
-            start_layer=hop.layers.start,
-            fingerprint=hop.facts.fingerprint,
-            step=new_id(),
-            sampling=sampling,
-            request_id=self._trace.request_id,
-            traceparent=self._trace.traceparent,
+    async def _feed_anew(self, tries: Tries) -> None:
+        """Prefill everything on all hops: one of them lost it, and what it was fed was not kept."""
+        for hop in self._hops:
+            hop.forget()
+        past_len = 0
+        for chunk in self._chunks(self._ids):
+            await self._through(Call("prefill", Frame.of_token_ids(chunk), past_len), tries)
+            past_len += len(chunk)
+            tries.note_replay(len(chunk) * self._route.hops[0].facts.n_layers)
+
+    async def _through(self, call: Call, tries: Tries) -> TailAnswer:
+        """One step through every hop, first to last."""
+        frame = call.frame
+        *others, tail = self._hops
+        for hop in others:
+            result = await hop.step(Call(call.mode, frame, call.past_len), tries)
+            frame = _as_hidden(result, call.frame.n_tokens, hop.hop.endpoint)
+        last = Call(call.mode, frame, call.past_len, call.sampling)
+        answer = await tail.step(last, tries)
+        if not isinstance(answer, TailAnswer):
+            endpoint = tail.hop.endpoint
+            raise HopProtocolError(f"{endpoint} answered hidden states", endpoint=endpoint)
+        return answer
+
+    def _chunks(self, ids: Sequence[int]) -> list[Sequence[int]]:
+        size = min(self._kit.prefill_chunk_tokens, self.max_step_tokens)
+        return [ids[start : start + size] for start in range(0, len(ids), size)]
+
+
+def _as_hidden(result: Frame | TailAnswer, n_tokens: int, endpoint: str) -> Frame:
+    if not isinstance(result, Frame):
+        raise HopProtocolError(f"{endpoint} answered as a tail", endpoint=endpoint)
+    if result.n_tokens != n_tokens:
+        raise HopProtocolError(
+            f"{endpoint} answered {result.n_tokens} tokens to {n_tokens}", endpoint=endpoint
         )
-        # Law 7: cancelling inside an httpx call can leak a place in its pool for good, so the call
-        # goes on, and ends by its own time-outs.
-        self._in_flight = asyncio.create_task(self._clients[hop.endpoint].step(step, frame.data))
-        self._in_flight.add_done_callback(_take_note)
-        answer = await asyncio.shield(self._in_flight)
-        if mode == "decode":
-            self._times.note(hop.endpoint, answer)
-        return answer.result
-
-    async def _close_on(self, endpoint: str) -> None:
-        try:
-            await self._clients[endpoint].close_session(self.session)
-        except MeshError as error:
-            _log.warning(
-                "session not closed",
-                session_id=self.session,
-                hop=endpoint,
-                code=error.code,
-                reason=error.message,
-            )
-
-
-def _take_note(task: asyncio.Task[HopAnswer]) -> None:
-    """Look at the outcome, lest the loop warns of one that nobody waited for."""
-    if not task.cancelled():
-        task.exception()
+    return result

@@ -5,24 +5,32 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import TypeVar
 
 import structlog
 
-from meshnet.errors import CacheMiss, HopUnreachable, MeshError, ModelLoading, RecoveryExhausted
+from meshnet.errors import (
+    CacheFull,
+    CacheMiss,
+    HopProtocolError,
+    InputsDropped,
+    MeshError,
+    ModelMismatch,
+    QueueFull,
+    RecoveryExhausted,
+    RouteError,
+    SessionBusy,
+)
 
 _log = structlog.get_logger(__name__)
-
-ResultT = TypeVar("ResultT")
 
 
 @dataclass(frozen=True, slots=True)
 class RecoveryLimits:
-    """How much one token may cost.
+    """How much one step may cost, over all hops.
 
     Attributes:
-        max_rebuilds: Attempts after the first.
-        timeout_s: From the first failure to the last attempt, waiting for a lost hop included.
+        max_rebuilds: Tries after the first, those not counted that only waited for their turn.
+        timeout_s: From the first failure to the last try, waiting for a lost hop included.
         backoff_s: The first pause; each next one is twice as long, with jitter.
         max_backoff_s: The longest pause.
     """
@@ -35,79 +43,95 @@ class RecoveryLimits:
 
 @dataclass(frozen=True, slots=True)
 class Recovery:
-    """Tries again what failed for a passing reason.
+    """How failures are met.
 
     Attributes:
         limits: When it stops.
-        is_ready: Whether the hop at an endpoint takes steps.
         note: Told of every failure that is tried again.
+        note_replay: Told how many layer-tokens were computed again: tokens times layers.
         clock: Monotonic seconds.
         sleep: Waits so many seconds.
         jitter: A number in [0, 1), fresh at each call.
     """
 
     limits: RecoveryLimits
-    is_ready: Callable[[str], Awaitable[bool]]
     note: Callable[[MeshError], None]
+    note_replay: Callable[[int], None]
     clock: Callable[[], float]
     jitter: Callable[[], float]
     sleep: Callable[[float], Awaitable[None]] = asyncio.sleep
 
-    async def run(self, attempt: Callable[[], Awaitable[ResultT]]) -> ResultT:
-        """Call `attempt` until it succeeds or a limit is reached.
+    def begin(self) -> Tries:
+        """The tries of one step."""
+        return Tries(self)
+
+
+class Tries:
+    """What the tries of one step have cost so far, and whether there may be another one."""
+
+    def __init__(self, recovery: Recovery) -> None:
+        self._recovery = recovery
+        self._limits = recovery.limits
+        self._ends_at: float | None = None
+        self._rebuilds = 0
+        self._pauses = 0
+
+    @property
+    def rebuilds(self) -> int:
+        """Failures so far, those not counted that only waited for their turn."""
+        return self._rebuilds
+
+    def count(self, failure: MeshError) -> None:
+        """Note a failure.
 
         Raises:
-            RecoveryExhausted: A limit was reached; the last failure is its cause.
-            MeshError: `attempt` failed for a reason that trying again cannot mend.
+            RecoveryExhausted: A limit was reached; `failure` is its cause.
+            MeshError: It is `failure` itself, and trying again cannot mend it.
         """
-        deadline: float | None = None
-        rebuilds = 0
-        while True:
-            try:
-                return await attempt()
-            except MeshError as error:
-                if not _is_passing(error):
-                    raise
-                failure = error
-            deadline = self.clock() + self.limits.timeout_s if deadline is None else deadline
-            rebuilds += 1
-            self.note(failure)
-            _log.warning("recovering", code=failure.code, rebuild=rebuilds, **_short(failure))
-            if rebuilds > self.limits.max_rebuilds:
-                raise _exhausted(failure, f"{rebuilds} attempts failed") from failure
-            if self.clock() > deadline:
-                raise _exhausted(failure, f"more than {self.limits.timeout_s:g} s") from failure
-            # A state lost once is rebuilt at once; whatever happens again gets a pause.
-            if not (isinstance(failure, CacheMiss) and rebuilds == 1):
-                await self.sleep(self._pause(rebuilds))
-            await self._wait_for_hop(failure, deadline)
+        if not is_passing(failure):
+            raise failure
+        if not isinstance(failure, SessionBusy | CacheFull | QueueFull):
+            self._rebuilds += 1
+        self._recovery.note(failure)
+        members = {k: v for k, v in failure.members.items() if k in {"endpoint", "reason", "held"}}
+        _log.warning("recovering", code=failure.code, rebuild=self._rebuilds, **members)
+        if self._rebuilds > self._limits.max_rebuilds:
+            raise _exhausted(failure, f"{self._rebuilds} attempts failed") from failure
+        self._check_time(failure)
 
-    async def _wait_for_hop(self, failure: MeshError, deadline: float) -> None:
-        """Wait until a lost hop is back, so that no rebuild is spent on a hop that is not there."""
-        endpoint = failure.members.get("endpoint")
-        if not isinstance(failure, HopUnreachable | ModelLoading) or not isinstance(endpoint, str):
-            return
-        looks = 0
-        while not await self.is_ready(endpoint):
-            if self.clock() >= deadline:
-                raise _exhausted(failure, f"it was not back after {self.limits.timeout_s:g} s")
-            looks += 1
-            await self.sleep(self._pause(looks))
+    async def pause(self, failure: MeshError) -> None:
+        """Wait a while, each time longer.
 
-    def _pause(self, nth: int) -> float:
-        longest = min(self.limits.backoff_s * 2 ** min(nth - 1, 16), self.limits.max_backoff_s)
-        return longest * (0.5 + self.jitter() / 2)
+        Raises:
+            RecoveryExhausted: There is no time left; `failure` is its cause.
+        """
+        self._check_time(failure)
+        longest = min(
+            self._limits.backoff_s * 2 ** min(self._pauses, 16), self._limits.max_backoff_s
+        )
+        self._pauses += 1
+        await self._recovery.sleep(longest * (0.5 + self._recovery.jitter() / 2))
+
+    def note_replay(self, layer_tokens: int) -> None:
+        """Note what was computed again."""
+        self._recovery.note_replay(layer_tokens)
+
+    def _check_time(self, failure: MeshError) -> None:
+        now = self._recovery.clock()
+        if self._ends_at is None:
+            self._ends_at = now + self._limits.timeout_s
+        if now > self._ends_at:
+            why = f"it was not mended within {self._limits.timeout_s:g} s"
+            raise _exhausted(failure, why) from failure
 
 
-def _is_passing(error: MeshError) -> bool:
-    return isinstance(error, CacheMiss) or error.retryable
+def is_passing(failure: MeshError) -> bool:
+    """Whether trying again may help."""
+    passing = CacheMiss | InputsDropped | ModelMismatch | RouteError | HopProtocolError
+    return failure.retryable or isinstance(failure, passing)
 
 
 def _exhausted(failure: MeshError, why: str) -> RecoveryExhausted:
     return RecoveryExhausted(
         f"{failure.message}; {why}", endpoint=failure.members.get("endpoint"), cause=failure.code
     )
-
-
-def _short(failure: MeshError) -> dict[str, object]:
-    return {k: v for k, v in failure.members.items() if k in {"endpoint", "reason", "held"}}

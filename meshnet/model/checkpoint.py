@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -19,10 +19,12 @@ import torch
 from huggingface_hub import hf_hub_download
 from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, LocalEntryNotFoundError
 from safetensors import SafetensorError, safe_open
-from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from meshnet.errors import ModelError
-from meshnet.model import gguf_file
+from meshnet.model.config_file import read_config
+from meshnet.model.gguf_file import GgufCheckpoint
+from meshnet.model.identity import safetensors_table, sample_digest
 
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
@@ -40,6 +42,14 @@ class Checkpoint(Protocol):
 
     def config(self) -> PreTrainedConfig:
         """Read the text model's config."""
+        ...
+
+    def weights(self) -> str | None:
+        """Digest of the whole checkpoint, `KIND-VALUE`; cheap, and the same on every shard of it.
+
+        Returns:
+            None if not all of it is here. Values of different kinds say nothing of each other.
+        """
         ...
 
     def names(self, skeleton: PreTrainedModel) -> Collection[str]:
@@ -67,36 +77,21 @@ def open_checkpoint(model: str) -> Checkpoint:
     """
     path = Path(model).expanduser()
     if path.is_file() and path.suffix == ".gguf":
-        return gguf_file.GgufCheckpoint(path)
+        return GgufCheckpoint(path)
     if path.is_dir():
         return _open_folder(path)
     if path.is_absolute() or model.startswith((".", "~")) or model.count("/") > 1:
         raise _not_found(model, "no such file or folder")
-    return SafetensorsCheckpoint(model, lambda name: _download(model, name))
+    return SafetensorsCheckpoint(model, HubFiles(model))
 
 
 def _open_folder(path: Path) -> Checkpoint:
     if (path / _INDEX).is_file() or (path / _SINGLE).is_file():
-        return SafetensorsCheckpoint(str(path), lambda name: _in_folder(path, name))
+        return SafetensorsCheckpoint(str(path), FolderFiles(path))
     ggufs = sorted(path.glob("*.gguf"))
     if len(ggufs) != 1:
         raise _not_found(str(path), f"it holds no safetensors and {len(ggufs)} GGUF files")
-    return gguf_file.GgufCheckpoint(ggufs[0])
-
-
-def _in_folder(folder: Path, name: str) -> Path | None:
-    return folder / name if (folder / name).is_file() else None
-
-
-def _download(repository: str, name: str) -> Path | None:
-    try:
-        return Path(hf_hub_download(repository, name))
-    except LocalEntryNotFoundError as error:  # asked offline, or the hub cannot be reached
-        raise _not_found(repository, str(error)) from error
-    except EntryNotFoundError:
-        return None
-    except (HfHubHTTPError, OSError) as error:
-        raise _not_found(repository, str(error)) from error
+    return GgufCheckpoint(ggufs[0])
 
 
 def _not_found(model: str, why: str) -> ModelError:
@@ -109,17 +104,85 @@ def _not_found(model: str, why: str) -> ModelError:
     )
 
 
+class Files(Protocol):
+    """A model's files, wherever they come from."""
+
+    def fetch(self, name: str) -> Path | None:
+        """A file's local path, or None if the model has no such file.
+
+        Raises:
+            ModelError: It cannot be fetched.
+        """
+        ...
+
+    def weights(self, names: Collection[str]) -> str | None:
+        """See `Checkpoint.weights`; `names` are the files that hold tensors."""
+        ...
+
+
+@dataclass(frozen=True)
+class FolderFiles:
+    """The files of a local folder; some may be elsewhere."""
+
+    folder: Path
+
+    def fetch(self, name: str) -> Path | None:
+        """The file, if the folder has it."""
+        path = self.folder / name
+        return path if path.is_file() else None
+
+    def weights(self, names: Collection[str]) -> str | None:
+        """`sample-` and a digest of all headers and samples of the tensors' bytes."""
+        paths = [self.folder / name for name in names]
+        try:
+            digest = sample_digest((path, safetensors_table(path)) for path in paths)
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+            return None  # missing or damaged; if the span needs it, `open` says so
+        return None if digest is None else f"sample-{digest}"
+
+
+class HubFiles:
+    """The files of a Hugging Face repository, all of the commit that the first one was of."""
+
+    def __init__(self, repository: str) -> None:
+        self._repository = repository
+        self._commit: str | None = None
+
+    def fetch(self, name: str) -> Path | None:
+        """Fetch a file, or find it in the cache."""
+        try:
+            path = Path(hf_hub_download(self._repository, name, revision=self._commit))
+        except LocalEntryNotFoundError as error:  # asked offline, or the hub cannot be reached
+            raise _not_found(self._repository, str(error)) from error
+        except EntryNotFoundError:
+            return None
+        except (HfHubHTTPError, OSError) as error:
+            raise _not_found(self._repository, str(error)) from error
+        self._commit = self._commit or _commit_of(path.parents[name.count("/")])
+        return path
+
+    def weights(self, names: Collection[str]) -> str | None:
+        """`commit-` and the commit's hash, once a file was fetched."""
+        del names
+        return None if self._commit is None else f"commit-{self._commit}"
+
+
+def _commit_of(folder: Path) -> str | None:
+    """The commit of a folder of Hugging Face's cache: `.../snapshots/COMMIT`."""
+    return folder.name if folder.parent.name == "snapshots" else None
+
+
 @dataclass(frozen=True)
 class SafetensorsCheckpoint:
     """Safetensors files, local or fetched one by one as they are needed.
 
     Attributes:
         model: Folder or repository.
-        fetch: A file's local path by its name, or None if the model has no such file.
+        files: Where they are.
     """
 
     model: str
-    fetch: Callable[[str], Path | None]
+    files: Files
 
     def config(self) -> PreTrainedConfig:
         """Read the text model's config.
@@ -127,10 +190,14 @@ class SafetensorsCheckpoint:
         Raises:
             ModelError: It is missing or cannot be read.
         """
-        path = self.fetch("config.json")
+        path = self.files.fetch("config.json")
         if path is None:
             raise _not_found(self.model, "config.json is missing")
         return read_config(path)
+
+    def weights(self) -> str | None:
+        """The hub's commit, or a digest of samples of every file; None if one is missing."""
+        return self.files.weights(set(self._directory().values()))
 
     def names(self, skeleton: PreTrainedModel) -> Collection[str]:
         """Every tensor's name, from the index or the single file's header."""
@@ -149,7 +216,7 @@ class SafetensorsCheckpoint:
 
     def _directory(self) -> dict[str, str]:
         """Tensor name to file name."""
-        index = self.fetch(_INDEX)
+        index = self.files.fetch(_INDEX)
         if index is None:
             return dict.fromkeys(self._open_file(_SINGLE).keys(), _SINGLE)
         try:
@@ -158,25 +225,13 @@ class SafetensorsCheckpoint:
             raise _not_found(self.model, f"{_INDEX} has no weight_map: {error!r}") from error
 
     def _open_file(self, name: str) -> Any:  # noqa: ANN401  # safe_open has no type
-        path = self.fetch(name)
+        path = self.files.fetch(name)
         if path is None:
             raise _not_found(self.model, f"{name} is missing")
         try:
             return safe_open(path, framework="pt")
         except (SafetensorError, OSError) as error:
             raise _not_found(self.model, f"{name} is damaged: {error}") from error
-
-
-def read_config(path: Path) -> PreTrainedConfig:
-    """The text model's config from a `config.json`.
-
-    Raises:
-        ModelError: It is not a transformers config.
-    """
-    try:
-        return AutoConfig.from_pretrained(path.parent).get_text_config(decoder=True)
-    except (ValueError, OSError, KeyError) as error:
-        raise _not_found(str(path), f"config.json cannot be read: {error}") from error
 
 
 def revision(config: PreTrainedConfig, names: Collection[str]) -> str:

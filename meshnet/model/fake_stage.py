@@ -33,6 +33,8 @@ def fake_facts(span: LayerSpan, n_layers: int = 4, vocab_size: int = 64) -> Shar
         vocab_size=vocab_size,
         dtype="float32",
         max_positions=512,
+        transformers_version="fake",
+        layer_digests=tuple(f"fake-{layer}" for layer in range(span.start, span.end)),
     )
 
 

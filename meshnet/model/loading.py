@@ -6,13 +6,13 @@
 
 from __future__ import annotations
 
-import hashlib
-import re
+import threading
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import Any
 
 import torch
+import transformers
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
@@ -24,19 +24,18 @@ from transformers.core_model_loading import (
 from transformers.modeling_utils import LoadStateDictConfig
 from transformers.utils import logging as transformers_logging
 
-from meshnet.errors import ModelError
+from meshnet.errors import MeshError, ModelError
 from meshnet.model import split
 from meshnet.model.checkpoint import Checkpoint, LazyTensor, open_checkpoint, revision
 from meshnet.model.gguf_file import GgufCheckpoint
+from meshnet.model.identity import LAYER_NUMBER, fingerprint, layer_digests
 from meshnet.model.tensors import torch_dtype
 from meshnet.model.torch_stage import TorchStage
 from meshnet.topology import LayerSpan, ShardFacts
 from meshnet.wire.frames import Dtype
 
 Progress = Callable[[int], None]
-"""Called with the bytes read so far."""
-
-_LAYER = re.compile(r"(?<=\blayers\.)(\d+)(?=\.)")
+"""Called with the bytes read so far, one call at a time, from any thread."""
 
 
 @dataclass(frozen=True)
@@ -63,10 +62,12 @@ class StagePlan:
         """Read the span's tensors; the plan is spent: the stage is made of its skeleton.
 
         Args:
-            progress: Called after every tensor.
+            progress: Called after every tensor that was read and before every layer that is
+                hashed. A MeshError that it raises ends the loading.
 
         Raises:
             ModelError: A tensor is missing, damaged or of another shape.
+            MeshError: `progress` raised it. Threads of the loader may end their tensor after that.
         """
         if self.n_threads is not None:
             torch.set_num_threads(self.n_threads)
@@ -77,9 +78,14 @@ class StagePlan:
         mapping = [] if isinstance(self.checkpoint, GgufCheckpoint) else _conversions(model)
         _fill(model, state, mapping, self.twins)
         model.eval().requires_grad_(requires_grad=False)
-        return TorchStage(
-            self.piece, replace(self.facts, fingerprint=_fingerprint(self.facts, model))
-        )
+        return TorchStage(self.piece, self._identified(meter.tell))
+
+    def _identified(self, tick: Callable[[], None]) -> ShardFacts:
+        """The facts, with what is known once the tensors are there."""
+        facts = self.facts
+        digests = layer_digests(self.piece.model, facts.span, facts.n_layers, tick)
+        facts = replace(facts, layer_digests=digests)
+        return replace(facts, fingerprint=fingerprint(facts))
 
 
 def plan_stage(
@@ -113,6 +119,8 @@ def plan_stage(
         vocab_size=config.vocab_size,
         dtype=dtype,
         max_positions=config.max_position_embeddings,
+        transformers_version=transformers.__version__,
+        weights=checkpoint.weights(),
     )
     held = piece.model.state_dict()
     twins = frozenset(twin for twin, original in tied.items() if {twin, original} <= held.keys())
@@ -135,11 +143,11 @@ def _own_names(
     """The checkpoint's tensors that the span owns, by the name they get in the stage."""
     own: dict[str, str] = {}
     for name in names:
-        match = _LAYER.search(name)
+        match = LAYER_NUMBER.search(name)
         if match is None:
             own[name] = name
         elif int(match[0]) in span:
-            own[_LAYER.sub(str(int(match[0]) - span.start), name, count=1)] = name
+            own[LAYER_NUMBER.sub(str(int(match[0]) - span.start), name, count=1)] = name
     wanted = _Wanted(piece.model)
     for twin, original in tied.items():
         if twin in wanted and original not in wanted and twin not in own and original in own:
@@ -237,26 +245,42 @@ def _make_buffers(model: PreTrainedModel) -> None:
     model.initialize_weights()
 
 
-def _fingerprint(facts: ShardFacts, model: PreTrainedModel) -> str:
-    """Digest of the model's revision, the span, the dtype and every tensor the stage holds."""
-    digest = hashlib.sha256(f"{facts.revision}:{facts.span}:{facts.dtype}".encode())
-    for name, tensor in sorted(_tensors(model).items()):
-        digest.update(name.encode())
-        digest.update(cast("Any", tensor.detach().contiguous().view(torch.uint8).numpy()))
-    return digest.hexdigest()[:32]
-
-
 class _Meter:
-    """Counts what was read, in bytes of the stage's dtype, whatever the file's is."""
+    """Counts what was read, in bytes of the stage's dtype, whatever the file's is.
+
+    Several threads read. Once the listener has raised a MeshError, none of them reads on.
+    """
 
     def __init__(self, progress: Progress, itemsize: int) -> None:
         self._progress = progress
         self._itemsize = itemsize
         self._seen = 0
+        self._stopped: MeshError | None = None
+        self._lock = threading.Lock()
 
     def add(self, n_elements: int) -> None:
-        self._seen += n_elements * self._itemsize
-        self._progress(self._seen)
+        """Count a tensor and tell."""
+        with self._lock:
+            self._seen += n_elements * self._itemsize
+            self._tell()
+
+    def tell(self) -> None:
+        """Tell again what was read, so that the listener can stop the loading."""
+        with self._lock:
+            self._tell()
+
+    def _tell(self) -> None:
+        self.check()
+        try:
+            self._progress(self._seen)
+        except MeshError as error:
+            self._stopped = error
+            raise
+
+    def check(self) -> None:
+        """Raise what the listener raised, if it did."""
+        if self._stopped is not None:
+            raise self._stopped
 
 
 class _Metered:
@@ -267,6 +291,7 @@ class _Metered:
         self._meter = meter
 
     def __getitem__(self, index: Any) -> torch.Tensor:  # noqa: ANN401  # as slices of tensors go
+        self._meter.check()
         value = self._tensor[index]
         self._meter.add(value.numel())
         return value

@@ -44,6 +44,11 @@ class Piece:
         """The model without lm_head."""
         return base_of(self.model)
 
+    @property
+    def first_layer(self) -> nn.Module:
+        """The layer that runs first."""
+        return _layers(self.model)[0]
+
     def number_layers(self) -> None:
         """Count the piece's layers from 0, as its caches do. Pieces of one span share layers."""
         for index, layer in enumerate(_layers(self.model)):

@@ -13,7 +13,7 @@ import torch
 from transformers import DynamicCache, PreTrainedConfig
 from transformers.cache_utils import CacheLayerMixin
 
-from meshnet.errors import MeshError, StageError
+from meshnet.errors import MeshError, ModelError, StageError
 from meshnet.model import split
 from meshnet.model.interface import CacheState, StageOutput, StageStep
 from meshnet.model.sampler import sample
@@ -120,13 +120,12 @@ class TorchStage:
         self, piece: split.Piece, step: StageStep, cache: StageCache | None
     ) -> StageOutput:
         inputs = self._inputs(step, cache)
-        if not piece.tail:
+        if not piece.tail or step.sampling is None:
             hidden = piece.base(**inputs).last_hidden_state
             self._check_finite(hidden, step)
+            if piece.tail:
+                return TailAnswer()
             return to_frame(hidden, cast("Dtype", self._facts.dtype))
-        if step.sampling is None:
-            piece.base(**inputs)
-            return TailAnswer()
         logits = piece.model(**inputs, logits_to_keep=1).logits[0, -1]
         token_id = sample(logits, step.sampling, step.position + step.frame.n_tokens)
         return TailAnswer(token_id=token_id)
@@ -176,7 +175,28 @@ class TorchStage:
             inputs = {"input_ids": torch.zeros_like(positions)}
         else:
             dtype = torch_dtype(cast("Dtype", facts.dtype))
-            inputs = {"inputs_embeds": torch.zeros((1, n_tokens, facts.hidden_size), dtype=dtype)}
-        with torch.inference_mode():
-            piece.base(**inputs, position_ids=positions, cache=state.cache, use_cache=True)
+            inputs = {"inputs_embeds": torch.ones((1, n_tokens, facts.hidden_size), dtype=dtype)}
+        seen: list[torch.Tensor] = []
+        watch = piece.first_layer.register_forward_pre_hook(
+            lambda _, args, kwargs: seen.append(args[0] if args else kwargs["hidden_states"]),
+            with_kwargs=True,
+        )
+        try:
+            with torch.inference_mode():
+                piece.base(**inputs, position_ids=positions, cache=state.cache, use_cache=True)
+        finally:
+            watch.remove()
+        if facts.span.start > 0:
+            self._check_untouched(inputs["inputs_embeds"], seen)
         return state.nbytes
+
+    def _check_untouched(self, given: torch.Tensor, seen: list[torch.Tensor]) -> None:
+        """Some families scale embeddings, or add positions, in front of every stage's layers."""
+        if [tensor for tensor in seen if not torch.equal(tensor, given)] or not seen:
+            raise ModelError(
+                f"{self._facts.model} changes hidden states before its first layer, so layers "
+                f"{self._facts.span} cannot run apart",
+                field="layers",
+                value=str(self._facts.span),
+                allowed=f"0-{self._facts.n_layers}",
+            )

@@ -12,8 +12,10 @@ from meshnet.errors import (
     InvalidRequest,
     MeshError,
     ModelLoading,
+    ModelMismatch,
     RecoveryExhausted,
     RouteError,
+    StaleEpoch,
     Unauthorized,
 )
 
@@ -51,6 +53,8 @@ _LATER: Final[tuple[tuple[type[MeshError], str, int], ...]] = (
     (CapacityError, "server_overloaded", 1),
     (ModelLoading, "model_loading", 5),
     (RouteError, "shard_unavailable", 5),
+    (ModelMismatch, "shard_unavailable", 5),
+    (StaleEpoch, "shard_unavailable", 5),
     (HopError, "shard_unavailable", 5),
     (RecoveryExhausted, "shard_unavailable", 5),
 )

@@ -1,23 +1,26 @@
-"""A shard's life: loading, then ready or failed; and what it says of itself meanwhile."""
+"""A shard's life: loading, ready or failed, draining; and what it says of itself meanwhile."""
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
-from typing import Protocol, cast
+from typing import Final, Protocol, cast
 
 import structlog
 
 from meshnet.cache.store import SessionCacheStore
-from meshnet.errors import MeshError, ModelError, ModelLoading
+from meshnet.errors import Draining, MeshError, ModelError, ModelLoading
 from meshnet.ids import BootId
 from meshnet.model.interface import CacheState, StageModel
 from meshnet.shard.compute import ComputeThread
 from meshnet.shard.step_log import DecodeLog
 from meshnet.shard.worker import ShardWorker
 from meshnet.wire.frames import Dtype
-from meshnet.wire.messages import CacheUse, ShardInfo, ShardLimits, ShardReadiness
+from meshnet.wire.messages import CacheUse, ShardInfo, ShardLimits, ShardReadiness, ShardState
 
 _log = structlog.get_logger(__name__)
+
+_DRAIN_POLL_S: Final = 0.05
 
 
 class StageLoader(Protocol):
@@ -71,6 +74,7 @@ class ShardHost:
         self._worker: ShardWorker | None = None
         self._failure: MeshError | None = None
         self._loaded_bytes = 0
+        self._draining = False
 
     async def load(self) -> None:
         """Load the stage. A failure is kept: `readiness` tells it, and `worker` raises it."""
@@ -86,6 +90,8 @@ class ShardHost:
             store=self.store,
             compute=self._compute,
             decode_log=self._decode_log,
+            boot_id=self._boot_id,
+            check_begin=self._check_begin,
             max_step_tokens=self._limits.max_step_tokens,
             kv_cache=self._kv_cache,
         )
@@ -109,13 +115,29 @@ class ShardHost:
             total_bytes=self._loader.nbytes,
         )
 
+    async def drain(self, limit_s: float) -> bool:
+        """Take no new session, and wait until those held are closed.
+
+        Args:
+            limit_s: How long; what is left then is lost with the process.
+
+        Returns:
+            Whether none was left.
+        """
+        self._draining = True
+        _log.info("draining", sessions=(await self.store.usage()).sessions)
+        for _ in range(max(1, round(limit_s / _DRAIN_POLL_S))):
+            if not (await self.store.usage()).sessions:
+                return True
+            await asyncio.sleep(_DRAIN_POLL_S)
+        return False
+
     def readiness(self) -> ShardReadiness:
         """Whether steps are taken, and why not."""
         failure = self._failure.message if self._failure else None
-        state = "ready" if self._worker else "failed" if failure else "loading"
         return ShardReadiness(
-            state=state,
-            reason=failure,
+            state=self._state(),
+            reason="finishing its sessions, taking no new one" if self._draining else failure,
             loaded_bytes=self._loaded_bytes,
             total_bytes=self._loader.nbytes,
         )
@@ -131,6 +153,7 @@ class ShardHost:
         use = await self.store.usage()
         return ShardInfo(
             boot_id=self._boot_id,
+            draining=self._draining,
             model=facts.model,
             revision=facts.revision,
             fingerprint=facts.fingerprint,
@@ -141,10 +164,22 @@ class ShardHost:
             vocab_size=facts.vocab_size,
             dtype=cast("Dtype", facts.dtype),
             max_positions=facts.max_positions,
+            transformers_version=facts.transformers_version,
+            weights=facts.weights,
+            layer_digests=facts.layer_digests,
             kv_cache=self._kv_cache,
             limits=self._limits,
             cache=CacheUse(sessions=use.sessions, leases=use.leases, cached_bytes=use.cached_bytes),
         )
+
+    def _check_begin(self) -> None:
+        if self._draining:
+            raise Draining("this shard finishes its sessions and takes no new one")
+
+    def _state(self) -> ShardState:
+        if self._draining:
+            return "draining"
+        return "ready" if self._worker else "failed" if self._failure else "loading"
 
     def _note_progress(self, loaded_bytes: int) -> None:
         self._loaded_bytes = loaded_bytes

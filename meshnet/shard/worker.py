@@ -5,21 +5,23 @@ A step happens wholly, or that session's state is gone (law 4).
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import cast
 
 import structlog
 
+from meshnet.cache.entry import StepRef
 from meshnet.cache.policy import CacheKey
-from meshnet.cache.store import SessionCacheStore, StepRef
-from meshnet.errors import InvalidRequest, ModelMismatch, PayloadTooLarge
-from meshnet.ids import SessionId, StepId
+from meshnet.cache.store import SessionCacheStore
+from meshnet.errors import CacheMiss, InvalidRequest, ModelMismatch, PayloadTooLarge
+from meshnet.ids import BootId, SessionId, StepId
 from meshnet.model.interface import CacheState, StageModel, StageOutput, StageStep
 from meshnet.shard.compute import ComputeThread, Timed
 from meshnet.shard.step_log import DecodeLog
 from meshnet.topology import ShardFacts
 from meshnet.wire import headers
-from meshnet.wire.frames import Frame, nbytes
+from meshnet.wire.frames import Dtype, Frame, nbytes
 from meshnet.wire.headers import StepHeaders
 
 _log = structlog.get_logger(__name__)
@@ -34,6 +36,8 @@ class ShardWorker:
         store: The sessions' states.
         compute: Where the stage runs.
         decode_log: Which decode steps get a log line.
+        boot_id: Which life of the process this is.
+        check_begin: Raises if no session may begin now; one that is held goes on.
         max_step_tokens: The longest step, in tokens.
         kv_cache: False takes stateless steps only.
     """
@@ -42,6 +46,8 @@ class ShardWorker:
     store: SessionCacheStore[CacheState]
     compute: ComputeThread
     decode_log: DecodeLog
+    boot_id: BootId
+    check_begin: Callable[[], None]
     max_step_tokens: int
     kv_cache: bool = True
 
@@ -53,6 +59,8 @@ class ShardWorker:
 
         Raises:
             ModelMismatch: The head believes in another model.
+            CacheMiss: The head believes in another life of this process: what it fed that one is
+                gone.
             InvalidRequest: A header does not fit this shard. Nothing was changed.
         """
         facts = self.stage.facts
@@ -87,6 +95,7 @@ class ShardWorker:
                 value=step.cache,
                 allowed="stateless",
             )
+        self._check_life(step)
         return nbytes(step.dtype, step.shape)
 
     async def step(self, step: StepHeaders, body: bytes) -> Timed[StageOutput]:
@@ -100,7 +109,7 @@ class ShardWorker:
             InvalidRequest: The body's length is not that of the headers, or a token id is not in
                 the vocabulary. Nothing was changed.
             SessionError: The session is not held at this position (see the store).
-            CapacityError: No room or too many steps waiting.
+            CapacityError: No room, too many steps waiting, or no session may begin.
             StageError: The forward failed; the session's state was dropped.
         """
         frame = Frame(step.dtype, step.shape, body)
@@ -112,22 +121,26 @@ class ShardWorker:
             return await self.compute.run(lambda: self.stage.run(work, None))
         return await self._cached(step, work)
 
-    async def close(self, session: SessionId) -> int:
-        """Free a session; idempotent. Returns how many states went."""
+    async def close(self, session: SessionId, epoch: int = 0) -> int:
+        """Free a session; idempotent. Returns how many states went.
+
+        Raises:
+            StaleEpoch: A newer epoch steers the session. Nothing was changed.
+        """
+        freed = await self.store.release(session, epoch)
         self.decode_log.forget(session)
-        return await self.store.release(session)
+        return freed
 
     async def _cached(self, step: StepHeaders, work: StageStep) -> Timed[StageOutput]:
         session = SessionId(cast("str", step.session))  # check() has seen to it
         key = CacheKey(session, work.start_layer, self.stage.facts.span.end)
-        # Before the lease: a step that is refused inside one costs the session its state.
-        self.compute.check_room()
         lease = self.store.lease(
             key,
-            StepRef(StepId(step.step) if step.step else None, step.past_len),
+            StepRef(StepId(step.step) if step.step else None, step.past_len, step.epoch),
             fresh=step.past_len == 0,
             need_bytes=self._need_bytes(work),
             new_state=lambda: self.stage.new_state(work.start_layer),
+            check=lambda: self._check_room(step),
         )
         async with lease as held:
             if held.replay is not None:
@@ -146,8 +159,24 @@ class ShardWorker:
         facts, n_tokens = self.stage.facts, work.frame.n_tokens
         held = self.stage.state_nbytes(work.position) if work.position else 0
         is_tail = facts.span.end == facts.n_layers
-        answer = 0 if is_tail else n_tokens * facts.hidden_size * 4
+        answer = 0 if is_tail else nbytes(cast("Dtype", facts.dtype), (n_tokens, facts.hidden_size))
         return self.stage.state_nbytes(work.position + n_tokens) - held + answer
+
+    def _check_room(self, step: StepHeaders) -> None:
+        self.compute.check_room()
+        if not step.past_len:
+            self.check_begin()
+
+    def _check_life(self, step: StepHeaders) -> None:
+        if step.cache == "stateless" or step.boot in (None, self.boot_id):
+            return
+        raise CacheMiss(
+            f"this shard was restarted: it is {self.boot_id}, not {step.boot}",
+            reason="restarted",
+            held=0,
+            expected=step.boot,
+            actual=self.boot_id,
+        )
 
     def _start_layer(self, step: StepHeaders) -> int:
         span = self.stage.facts.span

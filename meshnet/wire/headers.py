@@ -28,6 +28,8 @@ DTYPE: Final = "X-Meshnet-Dtype"
 START_LAYER: Final = "X-Meshnet-Start-Layer"
 FINGERPRINT: Final = "X-Meshnet-Fingerprint"
 STEP: Final = "X-Meshnet-Step"
+EPOCH: Final = "X-Meshnet-Epoch"
+BOOT: Final = "X-Meshnet-Boot"
 SAMPLING: Final = "X-Meshnet-Sampling"
 REQUEST_ID: Final = "X-Request-Id"
 TRACEPARENT: Final = "traceparent"
@@ -63,6 +65,7 @@ Shape = Annotated[
 Token = Annotated[str, Field(pattern=TOKEN_PATTERN)]
 
 _SHAPE: Final[TypeAdapter[tuple[int, ...]]] = TypeAdapter(Shape)
+_EPOCH: Final[TypeAdapter[int]] = TypeAdapter(Count)
 
 
 class StepHeaders(BaseModel):
@@ -78,6 +81,8 @@ class StepHeaders(BaseModel):
     start_layer: Annotated[Count | None, Field(alias=START_LAYER)] = None
     fingerprint: Annotated[Token | None, Field(alias=FINGERPRINT)] = None
     step: Annotated[Token | None, Field(alias=STEP)] = None
+    epoch: Annotated[Count, Field(alias=EPOCH)] = 0
+    boot: Annotated[Token | None, Field(alias=BOOT)] = None
     sampling: Annotated[Sampling | None, BeforeValidator(_read_json), Field(alias=SAMPLING)] = None
     request_id: Annotated[Token | None, Field(alias=REQUEST_ID)] = None
     traceparent: Annotated[str | None, Field(alias=TRACEPARENT, max_length=256)] = None
@@ -96,6 +101,8 @@ _ALLOWED: Final = {
     START_LAYER: "0 to 2147483647",
     FINGERPRINT: "1-128 characters of [A-Za-z0-9._-]",
     STEP: "1-128 characters of [A-Za-z0-9._-]",
+    EPOCH: "0 to 2147483647",
+    BOOT: "1-128 characters of [A-Za-z0-9._-]",
     SAMPLING: 'JSON such as {"temperature": 0.7, "top_p": 0.9, "top_k": 0, "seed": 1}',
     REQUEST_ID: "1-128 characters of [A-Za-z0-9._-]",
     TRACEPARENT: "at most 256 characters",
@@ -161,6 +168,8 @@ def render(step: StepHeaders) -> dict[str, str]:
         START_LAYER: None if step.start_layer is None else str(step.start_layer),
         FINGERPRINT: step.fingerprint,
         STEP: step.step,
+        EPOCH: str(step.epoch) if step.epoch else None,
+        BOOT: step.boot,
         SAMPLING: None if step.sampling is None else step.sampling.model_dump_json(),
         REQUEST_ID: step.request_id,
         TRACEPARENT: step.traceparent,
@@ -177,6 +186,23 @@ def render(step: StepHeaders) -> dict[str, str]:
 def render_shape(shape: tuple[int, ...]) -> str:
     """A shape as `X-Meshnet-Shape` carries it."""
     return ",".join(map(str, shape))
+
+
+def parse_epoch(text: str | None) -> int:
+    """An epoch from `X-Meshnet-Epoch`; 0 where there is none.
+
+    Raises:
+        InvalidRequest: It is no number, or too large.
+    """
+    try:
+        return _EPOCH.validate_python("0" if text is None else text)
+    except ValidationError as error:
+        raise InvalidRequest(
+            f"{EPOCH}: {(text or '')[:200]!r} is no epoch",
+            field=EPOCH,
+            value=(text or "")[:200],
+            allowed=_ALLOWED[EPOCH],
+        ) from error
 
 
 def parse_dtype(text: str) -> Dtype:

@@ -17,7 +17,7 @@ from meshnet.topology import LayerSpan, ShardFacts
 from meshnet.wire.frames import Dtype
 from meshnet.wire.headers import PROTOCOL_VERSION, Token
 
-ShardState = Literal["loading", "ready", "failed"]
+ShardState = Literal["loading", "ready", "draining", "failed"]
 
 
 class TailAnswer(BaseModel):
@@ -60,7 +60,8 @@ class ShardInfo(BaseModel):
     model_config = ConfigDict(frozen=True, extra="ignore")
 
     protocol: int = PROTOCOL_VERSION
-    boot_id: str
+    boot_id: Token
+    draining: bool = False
     model: str
     revision: str
     fingerprint: Token
@@ -71,6 +72,9 @@ class ShardInfo(BaseModel):
     vocab_size: PositiveInt
     dtype: Dtype
     max_positions: PositiveInt
+    transformers_version: str = ""
+    weights: str | None = None
+    layer_digests: tuple[str, ...] = ()
     kv_cache: bool = True
     limits: ShardLimits
     cache: CacheUse
@@ -79,6 +83,8 @@ class ShardInfo(BaseModel):
     def _check_span(self) -> Self:
         if not self.start_layer < self.end_layer <= self.n_layers:
             raise ValueError("start_layer < end_layer <= n_layers does not hold")
+        if len(self.layer_digests) not in {0, self.end_layer - self.start_layer}:
+            raise ValueError("layer_digests are not one a layer")
         return self
 
     def facts(self) -> ShardFacts:
@@ -93,6 +99,9 @@ class ShardInfo(BaseModel):
             vocab_size=self.vocab_size,
             dtype=self.dtype,
             max_positions=self.max_positions,
+            transformers_version=self.transformers_version,
+            weights=self.weights,
+            layer_digests=self.layer_digests,
             kv_cache=self.kv_cache,
             max_step_tokens=self.limits.max_step_tokens,
         )

@@ -17,8 +17,8 @@ from pydantic import ValidationError
 from meshnet.topology import LayerSpan
 from meshnet.wire.messages import ShardReadiness
 from services.cli.errors import CliError
-from services.cli.processes import ManagedProcess, describe_end
-from services.cli.serving import free_port
+from services.cli.processes import STOP_LIMIT_S, ManagedProcess, describe_end
+from services.cli.serving import GRACE_S, free_port
 
 _POLL_S: Final = 0.1
 _ASK_LIMIT_S: Final = 5.0
@@ -138,7 +138,10 @@ class LocalCluster:
         self._restart = restart
         self._load_limit_s = load_limit_s
         self._supervisors: list[asyncio.Task[None]] = []
+        drain = str(STOP_LIMIT_S - GRACE_S)  # a member is killed when the former are over
         keys = {
+            "MESHNET_SHARD_DRAIN_TIMEOUT_S": drain,
+            "MESHNET_HEAD_DRAIN_TIMEOUT_S": drain,
             "MESHNET_SHARD_CLUSTER_KEY": self.cluster_key,
             "MESHNET_HEAD_CLUSTER_KEY": self.cluster_key,
         }

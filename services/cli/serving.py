@@ -2,25 +2,28 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import socket
 import threading
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from ipaddress import ip_address
 from time import sleep
+from types import FrameType
 from typing import Annotated, Final, cast
 
 import typer
 import uvicorn
+from fastapi import FastAPI
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from meshnet.errors import MeshError
 from services.cli.errors import BadOption
 
 GRACE_S: Final = 5
-"""How long answers may go on after the signal to stop."""
+"""How long answers may go on when the app has nothing more to finish."""
 _STDIN: Final = 0
 _KEEP_ALIVE_S: Final = 75
 """Longer than any client's of ours, so that none sends into a connection being closed."""
@@ -31,16 +34,21 @@ StopWithStdin = Annotated[
 ]
 
 
-def serve(make_app: Callable[[], ASGIApp], *, host: str, port: int) -> None:
-    """Serve until SIGINT or SIGTERM, then finish what runs, for `GRACE_S` seconds at most.
+def serve(make_app: Callable[[], FastAPI], *, host: str, port: int) -> None:
+    """Serve until SIGINT or SIGTERM, then drain; a second signal stops at once.
+
+    The app's `state.drain` refuses what is new, finishes what it has, and returns when that is
+    done or its own limit is over. Meanwhile everything is answered, so that callers learn why.
 
     Raises:
         BadOption: The port is taken.
         MeshError: The app could not start, and said why.
     """
     check_port_free(host, port)
-    app = _StartupWatch(make_app())
-    server = uvicorn.Server(
+    made = make_app()
+    app = _StartupWatch(made)
+    server = _DrainingServer(
+        made.state.drain,
         uvicorn.Config(
             app,
             host=host,
@@ -49,7 +57,7 @@ def serve(make_app: Callable[[], ASGIApp], *, host: str, port: int) -> None:
             access_log=False,
             timeout_keep_alive=_KEEP_ALIVE_S,
             timeout_graceful_shutdown=GRACE_S,
-        )
+        ),
     )
     try:
         server.run()
@@ -59,6 +67,39 @@ def serve(make_app: Callable[[], ASGIApp], *, host: str, port: int) -> None:
         if app.error is not None:
             raise app.error from None
         raise
+
+
+class _DrainingServer(uvicorn.Server):
+    """Goes on serving after the first signal until the app is drained."""
+
+    def __init__(self, drain: Callable[[], Awaitable[None]], config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self._drain = drain
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._draining: asyncio.Task[None] | None = None
+        self._signalled = False
+
+    async def serve(self, sockets: list[socket.socket] | None = None) -> None:
+        """As uvicorn's."""
+        self._loop = asyncio.get_running_loop()
+        await super().serve(sockets)
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Drain first; stop at once if told so twice, or if nothing is served yet."""
+        if self._signalled or not self.started or self._loop is None:
+            super().handle_exit(sig, frame)
+            return
+        self._signalled = True
+        self._loop.call_soon_threadsafe(self._start_draining, sig)
+
+    def _start_draining(self, sig: int) -> None:
+        self._draining = asyncio.create_task(self._drain_and_exit(sig))
+
+    async def _drain_and_exit(self, sig: int) -> None:
+        try:
+            await self._drain()
+        finally:
+            super().handle_exit(sig, None)
 
 
 class _StartupWatch:

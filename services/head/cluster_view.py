@@ -9,7 +9,7 @@ from meshnet.head.route_book import HopStatus, RouteBook
 
 
 class HopView(BaseModel):
-    """One hop. The times are medians over its recent decode steps, in milliseconds."""
+    """One configured shard. The times are medians over its recent decode steps, in milliseconds."""
 
     endpoint: str
     state: str
@@ -20,6 +20,9 @@ class HopView(BaseModel):
     boot_id: str | None = None
     dtype: str | None = None
     kv_cache: bool | None = None
+    transformers_version: str | None = None
+    serving: int | None = None
+    """Sessions of this head that the shard serves."""
     sessions: int | None = None
     cached_bytes: int | None = None
     steps: int = 0
@@ -29,30 +32,37 @@ class HopView(BaseModel):
 
 
 class ClusterView(BaseModel):
-    """Every configured hop, in the route's order."""
+    """Every configured shard, in the order configured."""
 
     hops: list[HopView]
 
 
 def cluster_view(book: RouteBook, times: HopTimesBook) -> ClusterView:
     """What is known of the hops."""
-    return ClusterView(hops=[_hop_view(status, times) for status in book.status])
+    return ClusterView(
+        hops=[
+            _hop_view(status, book.sessions(status.spec.endpoint), times) for status in book.status
+        ]
+    )
 
 
-def _hop_view(status: HopStatus, times: HopTimesBook) -> HopView:
+def _hop_view(status: HopStatus, serving: int, times: HopTimesBook) -> HopView:
     endpoint, info = status.spec.endpoint, status.info
+    reason = status.error.message if status.error else None
     if info is None:
-        reason = status.error.message if status.error else None
         return HopView(endpoint=endpoint, state="unavailable", reason=reason)
     view = HopView(
         endpoint=endpoint,
-        state="ready",
+        state=_state(status),
+        reason=reason,
+        serving=serving,
         layers=f"{info.start_layer}-{info.end_layer}",
         model=info.model,
         fingerprint=info.fingerprint,
         boot_id=info.boot_id,
         dtype=info.dtype,
         kv_cache=info.kv_cache,
+        transformers_version=info.transformers_version or None,
         sessions=info.cache.sessions,
         cached_bytes=info.cache.cached_bytes,
     )
@@ -67,3 +77,11 @@ def _hop_view(status: HopStatus, times: HopTimesBook) -> HopView:
             "compute_ms": recent.compute_ms,
         }
     )
+
+
+def _state(status: HopStatus) -> str:
+    if status.error is not None:
+        return "refused"
+    if status.info is not None and status.info.draining:
+        return "draining"
+    return "ready" if status.is_proven else "probing"

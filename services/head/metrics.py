@@ -29,6 +29,11 @@ class HeadMetrics:
         self._rebuilds = Counter(
             "meshnet_head_rebuilds", "Steps tried again", ["code"], registry=registry
         )
+        self._replayed = Counter(
+            "meshnet_head_replayed_layer_tokens",
+            "Tokens times layers computed again after a loss",
+            registry=registry,
+        )
         self._first_token = Histogram(
             "meshnet_head_time_to_first_token_seconds",
             "From the request's first step to its first token",
@@ -50,6 +55,10 @@ class HeadMetrics:
     def count_rebuild(self, failure: MeshError) -> None:
         """Note one step that is tried again."""
         self._rebuilds.labels(failure.code).inc()
+
+    def count_replay(self, layer_tokens: int) -> None:
+        """Note what was computed again."""
+        self._replayed.inc(layer_tokens)
 
     async def observed(self, events: AsyncGenerator[TokenEvent]) -> AsyncGenerator[TokenEvent]:
         """The same events, counted and timed. Closed together."""

@@ -14,9 +14,9 @@ from fastapi.responses import JSONResponse
 from prometheus_client import CONTENT_TYPE_LATEST
 from pydantic import Field, TypeAdapter, ValidationError
 
-from meshnet.errors import Forbidden, InvalidRequest, MeshError, PayloadTooLarge
+from meshnet.errors import Forbidden, InvalidRequest, PayloadTooLarge
 from meshnet.generation import GenerationRequest, TokenEvent
-from meshnet.head.pipeline import Pipeline, Trace
+from meshnet.head.call import Trace
 from meshnet.ids import is_traceparent, new_id
 from meshnet.openai.bodies import Completion
 from meshnet.openai.models import ModelCard, ModelList, model_card, model_list, require_served
@@ -49,6 +49,7 @@ async def create_chat_completion(request: Request, head: HeadDep) -> Response:
     """Answer a conversation, in one piece or as a stream."""
     chat = parse_chat_request(await _read_body(request, head.settings.max_body_bytes))
     require_served(chat.model, [head.model_name])
+    head.readiness.check_admission()
     route = await _route(request, head)
     generation = await asyncio.to_thread(
         to_generation_request,
@@ -98,15 +99,16 @@ def _events(
 ) -> AsyncGenerator[TokenEvent]:
     given = request.headers.get(TRACEPARENT, "")
     trace = Trace(request.state.request_id, given if is_traceparent(given) else None)
-    pipeline = Pipeline(route, head.book.clients, head.times, trace)
-    return head.metrics.observed(head.generator.generate(generation, pipeline))
+    pinned = route if ROUTE in request.headers else None
+    events = head.generator.generate(generation, lambda: head.pipeline(trace, pinned))
+    return head.metrics.observed(events)
 
 
 async def _route(request: Request, head: Head) -> Route:
     """The configured route, or the one that a caller with the cluster key pins."""
     pinned = request.headers.get(ROUTE)
     if pinned is None:
-        return await head.book.ready_route()
+        return await head.readiness.route()
     _check_cluster_key(request, head)
     try:
         hops = _ROUTE_HEADER.validate_json(pinned)
@@ -166,7 +168,7 @@ def _card(head: Head) -> ModelCard:
 @openai.get("/cluster")
 async def cluster(head: HeadDep) -> ClusterView:
     """The hops, what each says of itself, and where the time of recent decode steps went."""
-    return cluster_view(head.book, head.times)
+    return cluster_view(head.book, head.kit.times)
 
 
 @operations.get("/livez")
@@ -182,11 +184,9 @@ async def livez() -> dict[str, str]:
 @operations.head("/readyz", include_in_schema=False)
 async def readyz(head: HeadDep) -> JSONResponse:
     """Whether a request would be served; the body says why not."""
-    try:
-        await head.book.ready_route()
-    except MeshError as error:
-        return JSONResponse({"state": "loading", "reason": error.message}, status_code=503)
-    return JSONResponse({"state": "ready", "reason": None})
+    ready = head.readiness.state()
+    body = {"state": ready.state, "reason": ready.reason}
+    return JSONResponse(body, status_code=200 if ready.serves else 503)
 
 
 @operations.get("/metrics")

@@ -43,7 +43,7 @@ def create_app(
     stage: StageModel | None = None,
     clock: Callable[[], float] = monotonic,
 ) -> FastAPI:
-    """Make the app.
+    """Make the app. Its `state.drain` takes no new session and waits for those held to end.
 
     Args:
         settings: None reads the environment (`MESHNET_SHARD_*`).
@@ -55,6 +55,8 @@ def create_app(
     """
     config = settings or ShardSettings()  # pyright: ignore[reportCallIssue]  # from environment
     configure_logging(config.log_format)
+
+    hosts: list[ShardHost] = []
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncGenerator[LifespanState]:
@@ -75,9 +77,17 @@ def create_app(
             else:
                 await stack.enter_async_context(_background(host.load()))
             await stack.enter_async_context(_background(_sweep(host, config)))
+            hosts.append(host)
             yield {"host": host, "metrics": ShardMetrics(), "settings": config}
 
-    app = FastAPI(title="Meshnet shard", lifespan=lifespan, openapi_url=None)
+    async def drain() -> None:
+        for host in hosts:
+            await host.drain(config.drain_timeout_s)
+
+    app = FastAPI(
+        title="Meshnet shard", lifespan=lifespan, openapi_url=None, redirect_slashes=False
+    )
+    app.state.drain = drain
     app.include_router(health)
     app.include_router(protocol)
     app.add_exception_handler(MeshError, on_mesh_error)

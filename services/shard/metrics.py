@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from meshnet.cache.store import CacheUsage
-from meshnet.errors import MeshError
+from meshnet.errors import MeshError, MissReason
 from meshnet.shard.compute import Timed
 
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30)
@@ -39,6 +41,12 @@ class ShardMetrics:
         self._sessions = Gauge("meshnet_shard_sessions", "Sessions held", registry=registry)
         self._leases = Gauge("meshnet_shard_leases", "Sessions in a step", registry=registry)
         self._bytes = Gauge("meshnet_shard_cached_bytes", "Bytes cached", registry=registry)
+        self._drops = Gauge(
+            "meshnet_shard_sessions_dropped",
+            "Sessions the cache gave up by itself since the start",
+            ["reason"],
+            registry=registry,
+        )
 
     def count_step(self, phase: str, done: Timed[object]) -> None:
         """Note one step that was run."""
@@ -49,8 +57,10 @@ class ShardMetrics:
         """Note one request that was refused."""
         self._refusals.labels(error.code, str(error.members.get("reason", ""))).inc()
 
-    def render(self, usage: CacheUsage) -> bytes:
+    def render(self, usage: CacheUsage, drops: Mapping[MissReason, int]) -> bytes:
         """Everything, in Prometheus' text format."""
+        for reason, count in drops.items():
+            self._drops.labels(reason).set(count)
         self._sessions.set(usage.sessions)
         self._leases.set(usage.leases)
         self._bytes.set(usage.cached_bytes)

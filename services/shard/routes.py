@@ -68,7 +68,7 @@ async def forward(request: Request, host: Host, metrics: Metrics) -> Response:
 
 
 @protocol.delete("/sessions/{session}", status_code=204)
-async def close_session(session: str, host: Host) -> None:
+async def close_session(session: str, request: Request, host: Host) -> None:
     """Free a session. Freeing one that is not here is no error."""
     if not is_token(session):
         raise InvalidRequest(
@@ -77,7 +77,9 @@ async def close_session(session: str, host: Host) -> None:
             value=session[:200],
             allowed=TOKEN_PATTERN,
         )
-    await host.worker.close(SessionId(session))
+    given = request.headers.getlist(headers.EPOCH)
+    epoch = headers.parse_epoch(given[-1] if given else None)  # the last one, as of a step's
+    await host.worker.close(SessionId(session), epoch)
 
 
 @protocol.get("/shard")
@@ -105,7 +107,7 @@ async def readyz(host: Host) -> JSONResponse:
 @health.get("/metrics")
 async def metrics_text(host: Host, metrics: Metrics) -> Response:
     """Numbers for Prometheus."""
-    text = metrics.render(await host.store.usage())
+    text = metrics.render(await host.store.usage(), host.store.drops)
     return Response(text, media_type=CONTENT_TYPE_LATEST)
 
 

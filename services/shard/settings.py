@@ -32,6 +32,8 @@ class ShardSettings(BaseSettings):
     cache_max_bytes: PositiveInt = 2 * 1024**3
     max_step_tokens: PositiveInt = 2048
     max_queued_steps: PositiveInt = 64
+    drain_timeout_s: Seconds = 25.0
+    """How long held sessions may go on after the signal to stop."""
 
     cluster_key: Annotated[SecretStr, Field(min_length=1)] | None = None
     """If set, every call but the health checks and metrics must carry it as a bearer token."""

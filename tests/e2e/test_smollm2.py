@@ -5,30 +5,21 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import AsyncGenerator
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import replace
+from dataclasses import dataclass
 from pathlib import Path
-from time import monotonic
 
 import pytest
 import pytest_asyncio
 import torch
 from transformers import AutoModelForCausalLM
 
-from meshnet.errors import MeshError
-from meshnet.generation import GenerationRequest, Sampling
-from meshnet.head.background import Background
-from meshnet.head.generator import Generator, TextModel
-from meshnet.head.hop_client import HopAnswer, HopClient, HopTimeouts, open_hop
-from meshnet.head.hop_times import HopTimesBook
-from meshnet.head.pipeline import Pipeline, Trace
-from meshnet.head.recovery import Recovery, RecoveryLimits
-from meshnet.head.route_book import RouteBook
+from benchmarks.library_head import LibraryHead, WatchedHop, open_hops, open_library_head
+from meshnet.generation import Sampling
+from meshnet.head.hop_client import HopAnswer, HopClient
 from meshnet.ids import SessionId
 from meshnet.text.tokenizer import ChatTokenizer
-from meshnet.topology import HopSpec, Route
 from meshnet.wire.headers import StepHeaders
 from services.cli.cluster import LocalCluster
 
@@ -46,7 +37,7 @@ PROMPTS = (
 )
 
 
-class ForgetfulHop(HopClient):
+class ForgetfulHop(WatchedHop):
     """A hop whose shard loses the session before chosen decode steps.
 
     Attributes:
@@ -54,79 +45,35 @@ class ForgetfulHop(HopClient):
     """
 
     def __init__(self, inner: HopClient) -> None:
-        self.endpoint = inner.endpoint
+        super().__init__(inner)
         self.forget_at: set[int] = set()
-        self._inner = inner
 
-    async def step(self, step: StepHeaders, body: bytes) -> HopAnswer:
+    async def step(
+        self, step: StepHeaders, body: bytes, *, limit_s: float, max_answer_bytes: int
+    ) -> HopAnswer:
         """As the hop, with a loss now and then."""
         if step.cache == "decode" and step.past_len in self.forget_at:
             self.forget_at.remove(step.past_len)
-            await self.close_session(SessionId(step.session or ""))
-        return await self._inner.step(step, body)
-
-    async def close_session(self, session: SessionId) -> None:
-        """As the hop."""
-        await self._inner.close_session(session)
+            await self.close_session(SessionId(step.session or ""), epoch=0)
+        return await super().step(step, body, limit_s=limit_s, max_answer_bytes=max_answer_bytes)
 
 
+@dataclass
 class Bench:
     """A head's library over two shard processes."""
 
-    def __init__(self, tokenizer: ChatTokenizer, book: RouteBook, hops: list[ForgetfulHop]) -> None:
-        self.tokenizer = tokenizer
-        self.hops = hops
-        self.rebuilds: list[MeshError] = []
-        self._book = book
-
-    async def generate(
-        self,
-        prompt: list[int],
-        sampling: Sampling,
-        *,
-        n_tokens: int = N_TOKENS,
-        stateless: bool = False,
-    ) -> list[int]:
-        """The tokens after the prompt; end tokens do not end it."""
-        async with Background() as background:
-            generator = Generator(
-                text=TextModel(frozenset(), self.tokenizer.new_detokenizer, self.tokenizer.encode),
-                recovery=Recovery(
-                    RecoveryLimits(),
-                    is_ready=self._book.is_ready,
-                    note=self.rebuilds.append,
-                    clock=monotonic,
-                    jitter=random.Random(0).random,  # noqa: S311  # jitter
-                ),
-                background=background,
-                prefill_chunk_tokens=512,
-                max_concurrent=1,
-            )
-            route = await self._book.ready_route()
-            if stateless:
-                route = _without_caches(route)
-            clients = {hop.endpoint: hop for hop in self.hops}
-            pipeline = Pipeline(route, clients, HopTimesBook(), Trace())
-            request = GenerationRequest(tuple(prompt), n_tokens, sampling)
-            events = [event async for event in generator.generate(request, pipeline)]
-        return [event.token_id for event in events if event.token_id is not None]
-
-
-def _without_caches(route: Route) -> Route:
-    """The same hops, taken for such that keep no cache."""
-    hops = [replace(hop, facts=replace(hop.facts, kv_cache=False)) for hop in route.hops]
-    return Route(tuple(hops))
+    head: LibraryHead
+    hops: list[ForgetfulHop]
+    tokenizer: ChatTokenizer
 
 
 @asynccontextmanager
 async def _open_bench(cluster: LocalCluster, model: Path) -> AsyncGenerator[Bench]:
     async with AsyncExitStack() as stack:
-        hops = [
-            await stack.enter_async_context(open_hop(shard.url, HopTimeouts(), cluster.cluster_key))
-            for shard in cluster.shards
-        ]
-        book = RouteBook([HopSpec(hop.endpoint) for hop in hops], {h.endpoint: h for h in hops})
-        yield Bench(ChatTokenizer.load(str(model)), book, [ForgetfulHop(hop) for hop in hops])
+        plain = await stack.enter_async_context(open_hops(cluster))
+        hops = [ForgetfulHop(hop) for hop in plain]
+        head = await stack.enter_async_context(open_library_head(cluster, hops))
+        yield Bench(head, hops, ChatTokenizer.load(str(model)))
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -162,7 +109,7 @@ async def test_two_processes_give_the_unsplit_models_tokens(
 ) -> None:
     """128 greedy tokens over two processes are those of transformers' generate."""
     prompt = _prompt(bench, text)
-    assert await bench.generate(prompt, Sampling()) == _greedy(unsplit, prompt)
+    assert await bench.head.generate(prompt, N_TOKENS) == _greedy(unsplit, prompt)
 
 
 @pytest.mark.parametrize("hop", [0, 1])
@@ -172,18 +119,18 @@ async def test_lost_sessions_change_no_token(
 ) -> None:
     """The same with the session lost at token 1, in the middle and at the last, on either hop."""
     prompt = _prompt(bench, text)
-    bench.rebuilds.clear()
+    bench.head.failures.clear()
     bench.hops[hop].forget_at = {len(prompt) + n for n in (0, N_TOKENS // 2, N_TOKENS - 2)}
-    tokens = await bench.generate(prompt, Sampling())
+    tokens = await bench.head.generate(prompt, N_TOKENS)
     assert tokens == _greedy(unsplit, prompt)
-    assert [error.code for error in bench.rebuilds] == ["cache_miss"] * 3
+    assert [error.code for error in bench.head.failures] == ["cache_miss"] * 3
 
 
 async def test_cached_and_stateless_generation_agree(bench: Bench) -> None:
     """Behaviour 7 of the protocol: with caches and without, the token ids are the same."""
     prompt = _prompt(bench, PROMPTS[2])
-    cached = await bench.generate(prompt, Sampling(), n_tokens=32)
-    stateless = await bench.generate(prompt, Sampling(), n_tokens=32, stateless=True)
+    cached = await bench.head.generate(prompt, 32)
+    stateless = await bench.head.generate(prompt, 32, stateless=True)
     assert stateless == cached
 
 
@@ -191,13 +138,16 @@ async def test_a_seeded_draw_survives_lost_sessions(bench: Bench) -> None:
     """At temperature 1 the same seed gives the same tokens, with a session lost and without."""
     prompt = _prompt(bench, PROMPTS[0])
     sampling = Sampling(temperature=1.0, top_p=0.95, seed=7)
-    undisturbed = await bench.generate(prompt, sampling)
+    undisturbed = await bench.head.generate(prompt, N_TOKENS, sampling)
     bench.hops[1].forget_at = {len(prompt), len(prompt) + 40}
-    assert await bench.generate(prompt, sampling) == undisturbed
+    assert await bench.head.generate(prompt, N_TOKENS, sampling) == undisturbed
 
 
 async def test_another_seed_gives_another_text(bench: Bench) -> None:
     """At temperature 1 another seed draws other tokens."""
     prompt = _prompt(bench, PROMPTS[0])
-    texts = [await bench.generate(prompt, Sampling(temperature=1.0, seed=seed)) for seed in (1, 2)]
+    texts = [
+        await bench.head.generate(prompt, N_TOKENS, Sampling(temperature=1.0, seed=seed))
+        for seed in (1, 2)
+    ]
     assert texts[0] != texts[1]

@@ -20,14 +20,15 @@ from transformers import (
     BertConfig,
     BertModel,
     Gemma4TextConfig,
+    GraniteConfig,
     T5Config,
     T5ForConditionalGeneration,
 )
 
-from meshnet.errors import InvalidRequest, ModelError
+from meshnet.errors import Draining, InvalidRequest, ModelError
 from meshnet.model.loading import StagePlan, plan_stage
 from meshnet.topology import LayerSpan
-from tests.support.hub import FakeHub
+from tests.support.hub import COMMIT, FakeHub
 from tests.support.serving import serve
 from tests.support.tiny import config_of, save_tiny
 
@@ -192,13 +193,14 @@ async def test_a_hugging_face_id_fetches_the_files_of_the_span_only(tmp_path: Pa
             "-c",
             "from meshnet.model.loading import plan_stage\n"
             "from meshnet.topology import LayerSpan\n"
-            "print(plan_stage('owner/name', LayerSpan(1, 2), 'float32').load().facts.fingerprint)",
+            "facts = plan_stage('owner/name', LayerSpan(1, 2), 'float32').load().facts\n"
+            "print(facts.weights, *facts.layer_digests)",
             env={"HF_ENDPOINT": served.url, "HF_HOME": str(tmp_path / "hf"), "PATH": "/usr/bin"},
             stdout=asyncio.subprocess.PIPE,
         )
         output, _ = await child.communicate()
-    local = _plan(repository, 1, 2).load().facts.fingerprint
-    assert output.decode().strip() == local
+    local = _plan(repository, 1, 2).load().facts.layer_digests
+    assert output.decode().split() == [f"commit-{COMMIT}", *local]
     assert {name for name in hub.fetched if name.endswith(".safetensors")} == own
 
 
@@ -223,6 +225,70 @@ def test_a_truncated_gguf_is_refused(tmp_path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-4096])
     with pytest.raises(ModelError, match="cannot be read"):
         _plan(path, 0, 2)
+
+
+def test_the_weights_of_a_gguf_are_a_digest_of_its_own_kind(tmp_path: Path) -> None:
+    """Every span of a GGUF file has one digest of it, and a file with other blocks another one."""
+    path = _write_gguf(tmp_path, "llama")
+    first, second = (_plan(path, *span).facts.weights for span in [(0, 2), (2, 4)])
+    assert first == second
+    assert str(first).startswith("gguf-")
+    path.write_bytes(path.read_bytes()[:-16] + bytes(16))
+    assert _plan(path, 0, 2).facts.weights != first
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["no JSON", "[]", '{"model_type": "none"}', '{"model_type": "llama", "hidden_size": "wide"}'],
+)
+@pytest.mark.parametrize("kind", ["gguf", "safetensors"])
+def test_a_config_that_cannot_be_read_is_refused(tmp_path: Path, kind: str, text: str) -> None:
+    """A config.json that is none is refused by name, beside safetensors and beside a GGUF file."""
+    if kind == "gguf":
+        _write_gguf(tmp_path, "llama")
+    else:
+        save_tiny(tmp_path, "llama", N_LAYERS, tied=True)
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(ModelError, match=r"config\.json cannot be read"):
+        _plan(tmp_path, 0, 2)
+
+
+@pytest.mark.parametrize("kind", ["gguf", "safetensors"])
+def test_loading_stops_when_its_listener_raises(tmp_path: Path, kind: str) -> None:
+    """What the listener raises comes out of `load`, and it is not called again."""
+    if kind == "gguf":
+        _write_gguf(tmp_path, "llama")
+    else:
+        save_tiny(tmp_path, "llama", N_LAYERS, tied=True)
+    stop = Draining("stop")
+    heard: list[int] = []
+
+    def listen(n_bytes: int) -> None:
+        heard.append(n_bytes)
+        if len(heard) == 3:
+            raise stop
+
+    with pytest.raises(Draining) as caught:
+        _plan(tmp_path).load(listen)
+    assert caught.value is stop
+    assert len(heard) == 3
+
+
+def test_loading_stops_between_the_layers_it_hashes(tmp_path: Path) -> None:
+    """Where tensors are mapped, hashing is what reads them: it can be stopped too."""
+    save_tiny(tmp_path, "llama", N_LAYERS, tied=True)
+    plan = _plan(tmp_path)
+    heard: list[int] = []
+
+    def listen(n_bytes: int) -> None:
+        heard.append(n_bytes)
+        if heard.count(plan.nbytes) == 3:  # once for the last tensor, then before each layer
+            raise Draining("stop")
+
+    with pytest.raises(Draining):
+        plan.load(listen)
+    assert heard == sorted(heard)
+    assert heard[-3:] == [plan.nbytes] * 3
 
 
 def _write_gguf(folder: Path, family: str) -> Path:
@@ -289,3 +355,19 @@ def _gguf_shapes(family: str) -> dict[str, tuple[int, ...]]:
     for index in range(N_LAYERS):
         shapes |= {f"blk.{index}.{name}.weight": shape for name, shape in layer.items()}
     return shapes
+
+
+def test_a_family_that_changes_what_a_later_span_is_given_is_refused(tmp_path: Path) -> None:
+    """Granite scales embeddings in front of every stage's layers: only its first span may run."""
+    config = GraniteConfig(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        embedding_multiplier=12.0,
+    )
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    plan_stage(str(tmp_path), LayerSpan(0, 2), "float32").load()
+    with pytest.raises(ModelError, match="changes hidden states before its first layer"):
+        plan_stage(str(tmp_path), LayerSpan(2, 4), "float32").load()

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from time import perf_counter
+from time import monotonic, perf_counter
 from typing import Any
 
 import httpx
@@ -22,6 +22,7 @@ from meshnet.model.interface import StageModel
 from meshnet.model.loading import plan_stage
 from meshnet.topology import LayerSpan
 from meshnet.wire import problems
+from services.head.head import PROBE_PREFIX
 from services.shard.app import create_app as create_shard
 from tests.support.http import plain_client
 from tests.support.mesh import (
@@ -135,13 +136,21 @@ async def _misses(shard: Shard, reason: str) -> float:
     return sum(float(line.removeprefix(name)) for line in lines if line.startswith(name))
 
 
-def _check_rebuilt_once(shard: Shard, nth: int) -> None:
-    """The nth step was a decode that missed, and the one after it a whole prefill."""
-    steps = shard.recorder.steps
+def _check_rebuilt_once(shards: Sequence[Shard], lost: int, nth: int) -> None:
+    """The nth step of one shard missed; it alone was fed again, call by call, and then asked again.
+
+    The calls have the lengths of the original ones, so that the state has the same bits.
+    """
+    steps = shards[lost].recorder.steps
     assert len({step.session for step in steps}) == 1
-    assert [step.mode for step in steps].count("prefill") == 2
-    missed, rebuilt = steps[nth - 1], steps[nth]
-    assert (missed.mode, rebuilt.mode, rebuilt.past_len) == ("decode", "prefill", 0)
+    before, missed, again = steps[: nth - 1], steps[nth - 1], steps[nth : 2 * nth - 1]
+    assert [(s.past_len, s.shape) for s in again] == [(s.past_len, s.shape) for s in before]
+    repeated = steps[2 * nth - 1]
+    assert (missed.mode, missed.past_len) == (repeated.mode, repeated.past_len)
+    assert missed.step == repeated.step
+    for shard in (s for i, s in enumerate(shards) if i != lost):
+        positions = [step.past_len for step in shard.recorder.steps]
+        assert positions == sorted(set(positions))
 
 
 @pytest.mark.parametrize("lost", [0, 1])
@@ -160,7 +169,7 @@ async def test_eviction_in_mid_stream_costs_no_text(*, lost: int) -> None:
         events = await read_stream(mesh.client, spell(PROMPT), max_tokens=N_TOKENS)
         assert (text_of(events), _finish(events)) == (TEXT, "length")
         assert await _misses(shard, "evicted") == 1
-        _check_rebuilt_once(shard, 5)
+        _check_rebuilt_once(mesh.shards, lost, 5)
 
 
 @pytest.mark.parametrize("lost", [0, 1])
@@ -169,8 +178,10 @@ async def test_expiry_in_mid_stream_costs_no_text(*, lost: int) -> None:
     now = [0.0]
     async with AsyncExitStack() as stack:
         shards = [
-            await stack.enter_async_context(serve_shard(stage, clock=lambda: now[0]))
-            for stage in fake_stages(*SPANS)
+            await stack.enter_async_context(
+                serve_shard(stage, clock=(lambda: now[0]) if hop == lost else monotonic)
+            )
+            for hop, stage in enumerate(fake_stages(*SPANS))
         ]
         head = serve_head([shard.url for shard in shards])
         _, client = await stack.enter_async_context(head)
@@ -183,7 +194,7 @@ async def test_expiry_in_mid_stream_costs_no_text(*, lost: int) -> None:
         events = await read_stream(client, spell(PROMPT), max_tokens=N_TOKENS)
         assert (text_of(events), _finish(events)) == (TEXT, "length")
         assert await _misses(shard, "expired") == 1
-        _check_rebuilt_once(shard, 5)
+        _check_rebuilt_once(shards, lost, 5)
 
 
 # A shard that does not come back.
@@ -271,7 +282,10 @@ class Refusing:
 
     def _answers(self, scope: Scope) -> bool:
         headers: dict[bytes, bytes] = dict(scope["headers"])
-        self.sessions.add(headers[b"x-meshnet-session"].decode())
+        session = headers[b"x-meshnet-session"].decode()
+        if session.startswith(PROBE_PREFIX):
+            return False
+        self.sessions.add(session)
         mode = headers[b"x-meshnet-cache"].decode()
         return self.is_on and (self.only is None or mode in self.only)
 
@@ -292,16 +306,28 @@ async def _with_refusing_tail(
     return refusing, first, client
 
 
-@pytest.mark.parametrize("answer", [ALWAYS_MISSES, ALWAYS_FULL], ids=["409", "503"])
-async def test_shard_that_always_refuses_is_asked_a_bounded_number_of_times(
-    answer: MeshError,
-) -> None:
+async def test_shard_that_always_misses_is_asked_a_bounded_number_of_times() -> None:
     """One token costs 1 + `max_rebuilds_per_token` attempts; then a plain 503, and no session."""
     async with AsyncExitStack() as stack:
-        refusing, first, client = await _with_refusing_tail(stack, answer, max_rebuilds_per_token=3)
+        refusing, first, client = await _with_refusing_tail(
+            stack, ALWAYS_MISSES, max_rebuilds_per_token=3
+        )
         _check_unavailable(await client.post("/v1/chat/completions", json=_body(stream=True)))
         assert (refusing.n_answered, len(refusing.sessions)) == (4, 1)
-        assert len(first.recorder.steps) == 4
+        assert len(first.recorder.steps) == 1  # it lost nothing, and is not fed again
+        assert (await get_shard(first.url))["cache"]["sessions"] == 0
+
+
+async def test_shard_that_is_always_full_is_asked_for_a_bounded_time_ever_more_rarely() -> None:
+    """Waiting for one's turn is bounded by time, with growing pauses; then a plain 503."""
+    async with AsyncExitStack() as stack:
+        refusing, first, client = await _with_refusing_tail(
+            stack, ALWAYS_FULL, recovery_timeout_s=1.0
+        )
+        _check_unavailable(await client.post("/v1/chat/completions", json=_body(stream=True)))
+        # Pauses of 0.05 s, doubled each time, and half as long at the least: 6 make 1.6 s.
+        assert 3 <= refusing.n_answered <= 8
+        assert len(first.recorder.steps) == 1
         assert (await get_shard(first.url))["cache"]["sessions"] == 0
 
 
@@ -324,16 +350,22 @@ async def test_shard_that_begins_to_refuse_ends_the_answer_with_an_error() -> No
         assert (await get_shard(first.url))["cache"]["sessions"] == 0
 
 
-async def test_shard_that_forgets_after_every_step_costs_time_and_no_text() -> None:
-    """A tail that refuses every decode gets two attempts a token, and the text is the same."""
-    async with AsyncExitStack() as stack:
-        refusing, first, client = await _with_refusing_tail(stack, ALWAYS_MISSES)
-        refusing.only = frozenset({"decode"})
-        assert text_of(await read_stream(client, spell(PROMPT), max_tokens=9)) == fake_text(
-            PROMPT, 9
-        )
-        assert (refusing.n_answered, len(refusing.sessions)) == (8, 1)
-        assert len(first.recorder.steps) == 1 + 8 * 2
+async def test_shard_that_forgets_before_every_token_costs_time_and_no_text() -> None:
+    """A tail that loses the session before each new decode: fed again each time, same text."""
+    async with serve_mesh(fake_stages(*SPANS)) as mesh:
+        tail, lost = mesh.shards[1], set[int]()
+
+        async def forget(step: SeenStep) -> None:
+            if step.mode == "decode" and step.past_len not in lost:
+                lost.add(step.past_len)
+                async with shard_client(tail.url, SPANS[1][0]) as hop:
+                    await hop.close(step.session)
+
+        tail.recorder.before_step = forget
+        text = text_of(await read_stream(mesh.client, spell(PROMPT), max_tokens=9))
+        assert text == fake_text(PROMPT, 9)
+        assert len(lost) == 8
+        assert len(mesh.shards[0].recorder.steps) == 9
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -402,13 +434,14 @@ async def _drawn(stages: list[StageModel], *, seed: int, lost: int | None) -> st
             async def forget() -> None:
                 async with shard_client(shard.url, start_layer) as hop:
                     await hop.close(shard.recorder.steps[0].session)
+                shard.recorder.closed.clear()
 
             shard.recorder.before_step = _at_step(shard, 5, forget)
         events = await read_stream(
             mesh.client, spell(PROMPT), max_tokens=16, temperature=1, seed=seed
         )
         if lost is not None:
-            _check_rebuilt_once(mesh.shards[lost], 5)
+            _check_rebuilt_once(mesh.shards, lost, 5)
     assert _finish(events) == "length"
     return text_of(events)
 

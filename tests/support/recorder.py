@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from services.head.head import PROBE_PREFIX
+
 
 @dataclass(frozen=True)
 class SeenStep:
@@ -19,11 +21,13 @@ class SeenStep:
     shape: str
     past_len: int
     start_layer: int
+    step: str = ""
+    epoch: int = 0
 
 
 @dataclass
 class Recorder:
-    """Stands before a shard's app.
+    """Stands before a shard's app; the head's own probes pass unseen.
 
     Attributes:
         steps: Every step asked for, in order.
@@ -39,11 +43,14 @@ class Recorder:
         """Note, disturb, pass on."""
         if scope["type"] == "http" and scope["path"] == "/v1/forward":
             seen = _seen(Headers(scope=scope))
-            self.steps.append(seen)
-            if self.before_step is not None:
-                await self.before_step(seen)
+            if not seen.session.startswith(PROBE_PREFIX):
+                self.steps.append(seen)
+                if self.before_step is not None:
+                    await self.before_step(seen)
         if scope["type"] == "http" and scope["method"] == "DELETE":
-            self.closed.append(scope["path"].rpartition("/")[2])
+            session = scope["path"].rpartition("/")[2]
+            if not session.startswith(PROBE_PREFIX):
+                self.closed.append(session)
         await self.app(scope, receive, send)
 
 
@@ -55,6 +62,8 @@ def _seen(headers: Headers) -> SeenStep:
         shape=headers.get("x-meshnet-shape", ""),
         past_len=_number(headers.get("x-meshnet-past-len", "0")),
         start_layer=_number(headers.get("x-meshnet-start-layer", "-1")),
+        step=headers.get("x-meshnet-step", ""),
+        epoch=_number(headers.get("x-meshnet-epoch", "0")),
     )
 
 

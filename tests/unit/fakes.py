@@ -53,10 +53,13 @@ async def turn_the_loop(times: int = 20) -> None:
         await asyncio.sleep(0)
 
 
-def shard_info(facts: ShardFacts) -> ShardInfo:
+def shard_info(
+    facts: ShardFacts, boot_id: str = "boot-1", *, draining: bool = False, sessions: int = 0
+) -> ShardInfo:
     """What a shard of these facts says of itself."""
     return ShardInfo(
-        boot_id="boot-1",
+        boot_id=boot_id,
+        draining=draining,
         model=facts.model,
         revision=facts.revision,
         fingerprint=facts.fingerprint,
@@ -67,9 +70,12 @@ def shard_info(facts: ShardFacts) -> ShardInfo:
         vocab_size=facts.vocab_size,
         dtype=cast("Dtype", facts.dtype),
         max_positions=facts.max_positions,
+        transformers_version=facts.transformers_version,
+        weights=facts.weights,
+        layer_digests=facts.layer_digests,
         kv_cache=facts.kv_cache,
         limits=ShardLimits(
             max_step_tokens=facts.max_step_tokens, max_sessions=4, cache_ttl_s=60, cache_bytes=10**6
         ),
-        cache=CacheUse(sessions=0, leases=0, cached_bytes=0),
+        cache=CacheUse(sessions=sessions, leases=0, cached_bytes=0),
     )

@@ -2,21 +2,17 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from meshnet.cache.entry import Lease, StepRef
 from meshnet.cache.policy import CacheKey, CacheLimits
-from meshnet.cache.store import (
-    REMEMBERED_SESSIONS,
-    CacheUsage,
-    Lease,
-    SessionCacheStore,
-    StepRef,
-)
-from meshnet.errors import CacheFull, CacheMiss, MeshError, SessionBusy
+from meshnet.cache.store import REMEMBERED_SESSIONS, CacheUsage, SessionCacheStore
+from meshnet.errors import CacheFull, CacheMiss, MeshError, QueueFull, SessionBusy, StaleEpoch
 from meshnet.ids import SessionId, StepId
 
 TTL_S = 600.0
@@ -60,17 +56,20 @@ class Bench:
         *,
         start_layer: int = 0,
         step_id: str | None = None,
+        epoch: int = 0,
         answer: object = "answer",
         answer_nbytes: int = 0,
         need_bytes: int | None = None,
+        check: Callable[[], None] = lambda: None,
     ) -> object:
         """Run a whole step, a fresh one at position 0; gives the answer, a stored one too."""
         async with self.store.lease(
             key_of(session, start_layer),
-            step_ref(past_len, step_id),
+            step_ref(past_len, step_id, epoch),
             fresh=past_len == 0,
             need_bytes=10 * n_tokens if need_bytes is None else need_bytes,
             new_state=FakeState,
+            check=check,
         ) as lease:
             if lease.replay is not None:
                 return lease.replay
@@ -78,6 +77,41 @@ class Bench:
             lease.commit(n_tokens=n_tokens, answer=answer, answer_nbytes=answer_nbytes)
         self.store.check_integrity()
         return answer
+
+    async def guarded(
+        self,
+        past_len: int,
+        n_tokens: int = 1,
+        *,
+        epoch: int = 1,
+        step_id: str = "x",
+        answer: object = "answer",
+        start_layer: int = 0,
+        check: Callable[[], None] = lambda: None,
+    ) -> object:
+        """Run a step of session a that tells its id and epoch."""
+        return await self.step(
+            "a",
+            past_len,
+            n_tokens,
+            epoch=epoch,
+            step_id=step_id,
+            answer=answer,
+            start_layer=start_layer,
+            check=check,
+        )
+
+    async def late(self, past_len: int, *, epoch: int = 1, start_layer: int = 0) -> CacheMiss:
+        """The miss of a guarded step."""
+        with pytest.raises(CacheMiss) as caught:
+            await self.guarded(past_len, epoch=epoch, step_id="late", start_layer=start_layer)
+        return caught.value
+
+    async def stale(self, past_len: int, *, epoch: int, session: str = "a") -> Mapping[str, object]:
+        """What a step of an epoch that is over is told."""
+        with pytest.raises(StaleEpoch) as caught:
+            await self.step(session, past_len, epoch=epoch, step_id="stale" if epoch else None)
+        return caught.value.members
 
     async def miss(self, session: str, past_len: int, *, start_layer: int = 0) -> object:
         """The reason why a step misses."""
@@ -93,23 +127,27 @@ class Bench:
             return False
         return True
 
-    def running(self, session: str, past_len: int = 0, *, need_bytes: int = 10) -> RunningStep:
-        return RunningStep(self, session, past_len, need_bytes)
+    def running(
+        self, session: str, past_len: int = 0, *, need_bytes: int = 10, epoch: int = 0
+    ) -> RunningStep:
+        return RunningStep(self, session, past_len, need_bytes, epoch)
 
 
 class RunningStep:
     """A step in a task of its own, held inside its lease until told how to end."""
 
-    def __init__(self, bench: Bench, session: str, past_len: int, need_bytes: int) -> None:
+    def __init__(
+        self, bench: Bench, session: str, past_len: int, need_bytes: int, epoch: int
+    ) -> None:
         self._bench = bench
         self._entered = asyncio.Event()
         self._finish = asyncio.Event()
-        self.task = asyncio.create_task(self._run(session, past_len, need_bytes))
+        self.task = asyncio.create_task(self._run(session, past_len, need_bytes, epoch))
 
-    async def _run(self, session: str, past_len: int, need_bytes: int) -> None:
+    async def _run(self, session: str, past_len: int, need_bytes: int, epoch: int) -> None:
         async with self._bench.store.lease(
             key_of(session),
-            step_ref(past_len),
+            step_ref(past_len, "running" if epoch else None, epoch),
             fresh=past_len == 0,
             need_bytes=need_bytes,
             new_state=FakeState,
@@ -132,8 +170,12 @@ def key_of(session: str, start_layer: int = 0) -> CacheKey:
     return CacheKey(SessionId(session), start_layer, 4)
 
 
-def step_ref(past_len: int, step_id: str | None = None) -> StepRef:
-    return StepRef(None if step_id is None else StepId(step_id), past_len)
+def step_ref(past_len: int, step_id: str | None = None, epoch: int = 0) -> StepRef:
+    return StepRef(None if step_id is None else StepId(step_id), past_len, epoch)
+
+
+def refuse() -> None:
+    raise QueueFull("no place in the queue")
 
 
 @pytest.fixture
@@ -628,6 +670,277 @@ class TestRelease:
         assert freed == [1, 0]
 
 
+class TestGuarded:
+    @pytest.mark.parametrize(
+        ("step_id", "epoch", "guarded"),
+        [("x", 1, True), ("x", 0, False), (None, 1, False), (None, 0, False)],
+    )
+    async def test_a_step_is_guarded_by_its_id_and_epoch(
+        self, step_id: str | None, epoch: int, guarded: bool
+    ) -> None:
+        """Either alone does not tell enough."""
+        assert step_ref(0, step_id, epoch).guarded is guarded
+
+    async def test_guarded_steps_continue_each_other(self, bench: Bench) -> None:
+        """In order, steps of one epoch are taken as others are."""
+        await bench.guarded(0, 6)
+        await bench.guarded(6)
+        assert await bench.guarded(7, answer="third") == "third"
+
+    @pytest.mark.parametrize("past_len", [5, 7])
+    async def test_a_late_or_early_step_is_told_what_is_held(
+        self, bench: Bench, past_len: int
+    ) -> None:
+        """A guarded step at another length misses, and learns the length."""
+        await bench.guarded(0, 6)
+        assert (await bench.late(past_len)).members == {"reason": "length_mismatch", "held": 6}
+
+    @pytest.mark.parametrize("past_len", [0, 5, 7])
+    async def test_a_late_or_early_step_changes_nothing(self, bench: Bench, past_len: int) -> None:
+        """The state goes on as if such a step had never come."""
+        await bench.guarded(0, 6)
+        await bench.late(past_len)
+        assert await bench.guarded(6, answer="next") == "next"
+
+    async def test_a_late_step_drops_nothing(self, bench: Bench) -> None:
+        """It counts as a miss, and not as a state given up."""
+        await bench.guarded(0, 6)
+        await bench.late(7)
+        assert (bench.store.misses, bench.store.drops) == ({"length_mismatch": 1}, {})
+
+    async def test_a_first_step_that_comes_twice_is_late(self, bench: Bench) -> None:
+        """In the entry's own epoch a step at position 0 does not begin the session anew."""
+        await bench.guarded(0, 6)
+        assert (await bench.late(0)).members == {"reason": "length_mismatch", "held": 6}
+
+    async def test_a_first_step_at_other_layers_is_late_too(self, bench: Bench) -> None:
+        """Whichever layers it is for, it does not replace what its epoch holds."""
+        await bench.guarded(0, 6)
+        assert (await bench.late(0, start_layer=2)).members["reason"] == "route_mismatch"
+
+    async def test_a_first_step_of_a_higher_epoch_replaces(self, bench: Bench) -> None:
+        """Who steers the session now may begin it anew."""
+        await bench.guarded(0, 6)
+        await bench.guarded(0, 3, epoch=2)
+        assert await bench.store.usage() == CacheUsage(1, 0, 30)
+
+    async def test_a_step_of_a_higher_epoch_may_go_on(self, bench: Bench) -> None:
+        """Who steers the session now may also use what is held."""
+        await bench.guarded(0, 6)
+        await bench.guarded(6, epoch=2)
+        assert await bench.guarded(7, epoch=2, answer="next") == "next"
+
+    async def test_a_late_step_in_a_higher_epoch_changes_nothing(self, bench: Bench) -> None:
+        """One that does not fit is told what is held, and raises no epoch."""
+        await bench.guarded(0, 6)
+        held = (await bench.late(7, epoch=2)).members["held"]
+        assert (held, await bench.guarded(6, answer="next")) == (6, "next")
+
+    async def test_a_repeat_in_its_epoch_is_answered(self, bench: Bench) -> None:
+        """The same id, position and epoch is the same step."""
+        await bench.guarded(0, 6, step_id="p", answer="first")
+        assert await bench.guarded(0, 6, step_id="p", answer="second") == "first"
+
+    async def test_a_repeat_in_another_epoch_is_another_step(self, bench: Bench) -> None:
+        """What was answered to the one who steered before is not answered to the next."""
+        await bench.guarded(0, 6, step_id="p", answer="first")
+        assert await bench.guarded(0, 6, epoch=2, step_id="p", answer="second") == "second"
+
+    async def test_a_session_that_is_not_held_misses_as_ever(self, bench: Bench) -> None:
+        """Guarded or not, a step that continues nothing is told that nothing is held."""
+        assert (await bench.late(6)).members == {"reason": "unknown", "held": 0}
+
+    async def test_an_unguarded_step_still_drops(self, bench: Bench) -> None:
+        """Whose order is not known is trusted: the state must be wrong."""
+        await bench.step("a", 0, 6, step_id="x")
+        with pytest.raises(CacheMiss, match="dropped"):
+            await bench.step("a", 7, step_id="y")
+        assert await bench.store.usage() == CacheUsage(0, 0, 0)
+
+    async def test_a_busy_session_tells_what_is_held(self, bench: Bench) -> None:
+        """Who has to wait learns how far the session had come."""
+        await bench.guarded(0, 6)
+        async with bench.running("a", 6, epoch=1):
+            with pytest.raises(SessionBusy) as caught:
+                await bench.guarded(6)
+        assert caught.value.members == {"held": 6}
+
+
+class TestEpochs:
+    @pytest.mark.parametrize("past_len", [0, 6])
+    async def test_a_lower_epoch_is_stale(self, bench: Bench, past_len: int) -> None:
+        """A step of who steered before is refused, and told the epoch and what is held."""
+        await bench.guarded(0, 6, epoch=2)
+        assert await bench.stale(past_len, epoch=1) == {"expected": 2, "actual": 1, "held": 6}
+
+    async def test_a_stale_step_changes_nothing(self, bench: Bench) -> None:
+        """The session goes on in its epoch."""
+        await bench.guarded(0, 6, epoch=2)
+        await bench.stale(0, epoch=1)
+        assert await bench.guarded(6, epoch=2, answer="next") == "next"
+
+    async def test_nobody_in_particular_is_stale_too(self, bench: Bench) -> None:
+        """A step without an epoch does not come between those who steer by epochs."""
+        await bench.guarded(0, 6)
+        assert await bench.stale(6, epoch=0) == {"expected": 1, "actual": 0, "held": 6}
+
+    async def test_a_stale_step_meets_a_running_one(self, bench: Bench) -> None:
+        """While a step of a newer epoch runs, an old one is stale, not told to wait."""
+        async with bench.running("a", epoch=2):
+            assert await bench.stale(0, epoch=1) == {"expected": 2, "actual": 1, "held": 0}
+
+    async def test_a_running_step_of_an_older_epoch_is_waited_for(self, bench: Bench) -> None:
+        """A newer epoch does not take the state from under a step."""
+        async with bench.running("a", epoch=1):
+            with pytest.raises(SessionBusy):
+                await bench.guarded(0, epoch=2)
+
+    async def test_an_evicted_session_remembers_its_epoch(self, bench: Bench) -> None:
+        """What is lost is not begun by a step of before; its own epoch may begin it again."""
+        await bench.guarded(0, 6, epoch=2)
+        bench.clock.now = 1
+        await bench.step("b", 0)
+        await bench.step("c", 0)
+        stale = await bench.stale(0, epoch=1)
+        assert stale == {"expected": 2, "actual": 1, "held": 0}
+        assert (await bench.late(6, epoch=2)).members["reason"] == "evicted"
+        assert await bench.guarded(0, 6, epoch=2) == "answer"
+
+    async def test_a_failed_step_leaves_its_epoch(self, bench: Bench) -> None:
+        """After a forward that failed the epoch may begin anew, and no earlier one."""
+        with pytest.raises(ZeroDivisionError):
+            async with bench.store.lease(
+                key_of("a"),
+                step_ref(0, "x", 2),
+                fresh=True,
+                need_bytes=0,
+                new_state=FakeState,
+            ):
+                raise ZeroDivisionError
+        assert await bench.stale(0, epoch=1) == {"expected": 2, "actual": 1, "held": 0}
+        assert await bench.guarded(0, epoch=2, answer="anew") == "anew"
+
+    async def test_a_session_begun_again_has_its_own_epoch(self, bench: Bench) -> None:
+        """What was remembered of its end does not stand beside what is held."""
+        await bench.guarded(0, 6)
+        await bench.store.release(SessionId("a"), 1)
+        await bench.guarded(0, 6, epoch=5)
+        assert await bench.stale(6, epoch=4) == {"expected": 5, "actual": 4, "held": 6}
+
+    async def test_epochs_are_remembered_for_so_many(self, bench: Bench) -> None:
+        """The memory of closed sessions is bounded: a late step of the oldest is taken again."""
+        for i in range(REMEMBERED_SESSIONS + 1):
+            await bench.store.release(SessionId(f"s{i}"), 1)
+        assert await bench.step("s0", 0, epoch=1) == "answer"
+        assert await bench.stale(0, epoch=1, session="s1") == {
+            "expected": 2,
+            "actual": 1,
+            "held": 0,
+        }
+
+
+class TestFence:
+    @pytest.mark.parametrize("past_len", [0, 6])
+    async def test_a_step_of_a_closed_epoch_is_refused(self, bench: Bench, past_len: int) -> None:
+        """What was on its way when the session was closed does not bring it back."""
+        await bench.guarded(0, 6)
+        await bench.store.release(SessionId("a"), 1)
+        assert await bench.stale(past_len, epoch=1) == {"expected": 2, "actual": 1, "held": 0}
+
+    async def test_a_session_never_seen_can_be_closed(self, bench: Bench) -> None:
+        """A step that is overtaken by its session's end is refused when it comes."""
+        freed = await bench.store.release(SessionId("a"), 1)
+        assert (freed, await bench.stale(0, epoch=1)) == (
+            0,
+            {"expected": 2, "actual": 1, "held": 0},
+        )
+
+    async def test_a_closed_session_may_begin_in_a_later_epoch(self, bench: Bench) -> None:
+        """A fence is against what was, not against what comes."""
+        await bench.guarded(0, 6)
+        await bench.store.release(SessionId("a"), 1)
+        assert await bench.guarded(0, 6, epoch=2, answer="anew") == "anew"
+
+    async def test_a_release_without_epoch_fences_nothing(self, bench: Bench) -> None:
+        """Who frees in any epoch may go on in the same one."""
+        await bench.guarded(0, 6)
+        freed = await bench.store.release(SessionId("a"))
+        assert (freed, await bench.guarded(0, 6, answer="anew")) == (1, "anew")
+
+    async def test_a_release_of_before_is_stale(self, bench: Bench) -> None:
+        """Who steered before cannot close what another one steers now."""
+        await bench.guarded(0, 6, epoch=2)
+        with pytest.raises(StaleEpoch) as caught:
+            await bench.store.release(SessionId("a"), 1)
+        assert caught.value.members == {"expected": 2, "actual": 1, "held": 6}
+        assert await bench.guarded(6, epoch=2, answer="next") == "next"
+
+    async def test_a_fence_is_not_lowered(self, bench: Bench) -> None:
+        """Closed again under an older epoch, or under none, the session stays as it was closed."""
+        await bench.store.release(SessionId("a"), 3)
+        await bench.store.release(SessionId("a"), 1)
+        await bench.store.release(SessionId("a"))
+        assert await bench.stale(0, epoch=3) == {"expected": 4, "actual": 3, "held": 0}
+
+    async def test_a_session_closed_in_a_step_is_fenced_when_it_ends(self, bench: Bench) -> None:
+        """The running step ends, its state goes, and another of its epoch is refused."""
+        async with bench.running("a", epoch=1):
+            await bench.store.release(SessionId("a"), 1)
+        assert await bench.stale(0, epoch=1) == {"expected": 2, "actual": 1, "held": 0}
+
+    async def test_a_session_closed_in_a_step_is_fenced_at_once(self, bench: Bench) -> None:
+        """While the step still runs, another one of its epoch is refused as well."""
+        async with bench.running("a", epoch=1):
+            await bench.store.release(SessionId("a"), 1)
+            assert await bench.stale(0, epoch=1) == {"expected": 2, "actual": 1, "held": 0}
+
+    async def test_a_doomed_session_can_be_fenced(self, bench: Bench) -> None:
+        """Freed in a step under no epoch and then under one, it is fenced by the latter."""
+        async with bench.running("a", epoch=1):
+            freed = [await bench.store.release(SessionId("a"), epoch) for epoch in (0, 1)]
+        assert (freed, (await bench.stale(0, epoch=1))["expected"]) == ([1, 0], 2)
+
+    async def test_a_closed_session_misses_as_unknown(self, bench: Bench) -> None:
+        """A later epoch that would continue it is told that nothing is held."""
+        await bench.guarded(0, 6)
+        await bench.store.release(SessionId("a"), 1)
+        assert (await bench.late(6, epoch=2)).members == {"reason": "unknown", "held": 0}
+
+
+class TestCheck:
+    async def test_a_check_that_raises_begins_no_session(self, bench: Bench) -> None:
+        """A fresh step that is refused leaves nothing, and nobody went for it."""
+        await bench.step("b", 0, 6)
+        await bench.step("c", 0, 6)
+        with pytest.raises(QueueFull):
+            await bench.guarded(0, 6, check=refuse)
+        assert await bench.store.usage() == CacheUsage(2, 0, 120)
+
+    async def test_a_check_that_raises_leaves_the_session(self, bench: Bench) -> None:
+        """A step refused for another reason than its own can come again."""
+        await bench.guarded(0, 6)
+        with pytest.raises(QueueFull):
+            await bench.guarded(6, check=refuse)
+        assert await bench.guarded(6, answer="next") == "next"
+
+    async def test_a_check_that_raises_replaces_nothing(self, bench: Bench) -> None:
+        """What a fresh step of a new epoch would have replaced is held still."""
+        await bench.guarded(0, 6)
+        with pytest.raises(QueueFull):
+            await bench.guarded(0, 6, epoch=2, check=refuse)
+        assert await bench.guarded(6, answer="next") == "next"
+
+    async def test_a_replay_is_not_checked(self, bench: Bench) -> None:
+        """An answer that is stored needs no place in a queue."""
+        await bench.guarded(0, 6, step_id="p", answer="first")
+        assert await bench.guarded(0, 6, step_id="p", check=refuse) == "first"
+
+    async def test_a_miss_is_told_before_a_check(self, bench: Bench) -> None:
+        """A step that cannot be run need not wait to learn it."""
+        with pytest.raises(CacheMiss):
+            await bench.guarded(6, check=refuse)
+
+
 async def test_integrity_notices_a_state_changed_outside_a_lease(bench: Bench) -> None:
     """A state whose size is not that of its last commit breaks the store's laws."""
     leases: list[Lease[FakeState]] = []
@@ -649,6 +962,7 @@ class Visit:
     past_len: int
     start_layer: int
     step_id: str | None
+    epoch: int
     need_bytes: int
     turns: int
     grows: int
@@ -661,6 +975,7 @@ visits = st.builds(
     past_len=st.integers(0, 2),
     start_layer=st.sampled_from([0, 0, 0, 2]),
     step_id=st.sampled_from([None, "x", "y"]),
+    epoch=st.sampled_from([0, 0, 1, 1, 2]),
     need_bytes=st.integers(0, 60),
     turns=st.integers(0, 4),
     grows=st.integers(0, 6),
@@ -676,7 +991,7 @@ turns = st.tuples(
 async def visit(store: SessionCacheStore[FakeState], plan: Visit) -> None:
     async with store.lease(
         key_of(plan.session, plan.start_layer),
-        step_ref(plan.past_len, plan.step_id),
+        step_ref(plan.past_len, plan.step_id, plan.epoch),
         fresh=plan.past_len == 0,
         need_bytes=plan.need_bytes,
         new_state=FakeState,
@@ -704,7 +1019,8 @@ async def test_a_storm_of_cancellations_leaves_the_store_whole(
         if deed == "cancel" and tasks:
             tasks[which % len(tasks)].cancel()
         elif deed == "release":
-            await bench.store.release(SessionId("abcd"[which % 4]))
+            with contextlib.suppress(StaleEpoch):
+                await bench.store.release(SessionId("abcd"[which % 4]), which // 4 % 3)
         elif deed == "sweep":
             await bench.store.sweep()
         await asyncio.sleep(0)

@@ -148,3 +148,71 @@ async def test_a_failure_does_not_keep_the_block_open() -> None:
         work.gate.set()
 
     assert work.ended
+
+
+async def test_a_result_is_had_from_the_task() -> None:
+    """start() gives the task, and with it what the work returned."""
+
+    async def seven() -> int:
+        return 7
+
+    async with Background() as background:
+        assert await background.start(seven()) == 7
+
+
+async def test_work_that_was_only_started_is_waited_for() -> None:
+    """Leaving waits for work that nobody else waits for."""
+    work = Work()
+    async with Background() as background:
+        background.start(work())
+        work.gate.set()
+
+    assert work.ended
+
+
+async def test_work_that_fails_unheard_is_no_fault_of_the_loop() -> None:
+    """A failure that nobody waits for is taken note of."""
+    complaints: list[object] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, what: complaints.append(what))
+    async with Background() as background:
+        background.start(fail())
+    await turn_the_loop()
+
+    assert complaints == []
+
+
+async def test_work_that_was_cancelled_is_over() -> None:
+    """A task that the loop cancelled does not keep the block open."""
+    async with Background() as background:
+        task = background.start(Work()())
+        await turn_the_loop()
+        task.cancel()
+
+    assert task.cancelled()
+
+
+async def test_work_that_does_not_end_is_cancelled_at_last() -> None:
+    """Leaving waits no longer than it was told."""
+    work = Work()
+    async with Background(exit_s=0.0) as background:
+        task = background.start(work())
+
+    assert (task.cancelled(), work.ended) == (True, False)
+
+
+async def test_work_that_does_not_want_to_end_is_cancelled_again() -> None:
+    """One cancellation may be met by cleaning up; leaving waits for the end."""
+    cancelled: list[int] = []
+
+    async def stubborn() -> None:
+        for nth in range(3):
+            try:
+                await asyncio.Event().wait()
+            except asyncio.CancelledError:
+                cancelled.append(nth)
+
+    async with Background(exit_s=0.0) as background:
+        background.start(stubborn())
+        await turn_the_loop()
+
+    assert cancelled == [0, 1, 2]

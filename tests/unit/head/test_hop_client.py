@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import AsyncIterator
 
 import httpx
 import pytest
@@ -44,6 +45,30 @@ STEP = StepHeaders(
 BODY = Frame.of_token_ids([5, 6]).data
 
 
+class Ticks:
+    """A clock that says these seconds one after the other, and then the last of them."""
+
+    def __init__(self, seconds: list[float]) -> None:
+        self._seconds = seconds
+
+    def __call__(self) -> float:
+        return self._seconds.pop(0) if len(self._seconds) > 1 else self._seconds[0]
+
+
+class Parts(httpx.AsyncByteStream):
+    """A body that comes in parts; keeps how many were read."""
+
+    def __init__(self, n_parts: int, size: int) -> None:
+        self.read = 0
+        self._n_parts = n_parts
+        self._size = size
+
+    async def __aiter__(self) -> AsyncIterator[bytes]:
+        for _ in range(self._n_parts):
+            self.read += 1
+            yield bytes(self._size)
+
+
 class Shard:
     """Answers the same to every request, and keeps the last one."""
 
@@ -61,8 +86,13 @@ class Shard:
         return hop_client(A, self, timeouts)
 
 
+async def step_at(client: HopClient, *, limit_s: float = 20, max_bytes: int = 32) -> HopAnswer:
+    """Send the step; two tokens' hidden states are 32 bytes."""
+    return await client.step(STEP, BODY, limit_s=limit_s, max_answer_bytes=max_bytes)
+
+
 async def step_answered(answer: httpx.Response | Exception) -> HopAnswer:
-    return await Shard(answer).client().step(STEP, BODY)
+    return await step_at(Shard(answer).client())
 
 
 # --- what is sent ---
@@ -71,7 +101,7 @@ async def step_answered(answer: httpx.Response | Exception) -> HopAnswer:
 async def test_a_step_is_one_post() -> None:
     """A step goes to /v1/forward with its headers, its bytes and their media type."""
     shard = Shard(token(7))
-    await shard.client().step(STEP, BODY)
+    await step_at(shard.client())
     request = shard.request
 
     assert (request.method, str(request.url)) == ("POST", f"{A}/v1/forward")
@@ -80,20 +110,21 @@ async def test_a_step_is_one_post() -> None:
 
 
 async def test_closing_is_a_delete() -> None:
-    """A session is freed by its id, and nothing need be answered."""
+    """A session is freed by its id, under its epoch, and nothing need be answered."""
     shard = Shard(httpx.Response(204))
-    await shard.client().close_session(SessionId("s-1"))
+    await shard.client().close_session(SessionId("s-1"), 3)
 
     assert (shard.request.method, shard.request.url.path) == ("DELETE", "/v1/sessions/s-1")
+    assert shard.request.headers[headers.EPOCH] == "3"
 
 
-TIMEOUTS = HopTimeouts(connect_s=1, step_s=20, probe_s=3)
+TIMEOUTS = HopTimeouts(connect_s=1, probe_s=3)
 
 
-async def test_a_step_has_the_steps_time() -> None:
-    """A step may take step_s, connecting and getting a place in the pool connect_s."""
+async def test_a_step_has_the_time_it_is_given() -> None:
+    """A step may take its own limit, connecting and getting a place in the pool connect_s."""
     shard = Shard(token(7))
-    await shard.client(TIMEOUTS).step(STEP, BODY)
+    await step_at(shard.client(TIMEOUTS), limit_s=20)
 
     assert shard.request.extensions["timeout"] == {
         "connect": 1,
@@ -106,7 +137,7 @@ async def test_a_step_has_the_steps_time() -> None:
 async def test_a_probe_has_little_time() -> None:
     """What computes nothing may take probe_s."""
     shard = Shard(httpx.Response(204))
-    await shard.client(TIMEOUTS).close_session(SessionId("s"))
+    await shard.client(TIMEOUTS).close_session(SessionId("s"), 1)
 
     assert shard.request.extensions["timeout"]["read"] == 3
 
@@ -138,8 +169,8 @@ async def test_hidden_states_are_read() -> None:
 
 async def test_the_hops_times_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
     """Queue and compute time are the hop's, the whole is the head's own measure."""
-    ticks = iter([1.0, 1.25])
-    monkeypatch.setattr("meshnet.head.hop_client.perf_counter", lambda: next(ticks))
+    ticks = Ticks([1.0, 1.0, 1.0, 1.25])  # at first, when the body begins, and after its part
+    monkeypatch.setattr("meshnet.head.hop_client.perf_counter", ticks)
     response = hidden(2, **{headers.QUEUE_MS: "1.5", headers.COMPUTE_MS: "20"})
     answer = await step_answered(response)
 
@@ -193,7 +224,7 @@ async def test_a_compressed_answer_that_is_damaged_is_a_protocol_error() -> None
         )
 
     with pytest.raises(HopProtocolError, match="cannot be decoded"):
-        await hop_client(A, shard).step(STEP, BODY)
+        await step_at(hop_client(A, shard))
 
 
 @pytest.mark.parametrize(
@@ -277,6 +308,51 @@ async def test_any_answer_is_a_result_or_an_error_of_ours(
         result = error
 
     assert isinstance(result, Frame | TailAnswer | MeshError)
+
+
+# --- answers that do not end ---
+
+
+async def test_an_answer_in_parts_is_read_to_its_end() -> None:
+    """A frame may come in as many parts as it likes."""
+    named = {headers.SHAPE: "1,2,4", headers.DTYPE: "float32"}
+    answer = await step_answered(httpx.Response(200, stream=Parts(8, 4), headers=named))
+
+    assert answer.result == Frame("float32", (1, 2, 4), bytes(32))
+
+
+async def test_an_answer_that_is_too_long_is_left() -> None:
+    """What is longer than JSON can be, and than the step's answer, is not read to its end."""
+    parts = Parts(1000, 2**18)
+    with pytest.raises(HopProtocolError, match=f"more than {2**20} bytes") as caught:
+        await step_answered(httpx.Response(200, stream=parts))
+
+    assert (caught.value.members, parts.read) == ({"endpoint": A}, 5)
+
+
+async def test_a_long_step_has_a_long_answer() -> None:
+    """An answer may be as long as the step's hidden states, however long those are."""
+    n_tokens = 2**17
+    client = Shard(hidden(n_tokens)).client()
+    answer = await step_at(client, max_bytes=16 * n_tokens)
+
+    assert answer.result == Frame("float32", (1, n_tokens, 4), bytes(16 * n_tokens))
+
+
+async def test_an_answer_that_drips_is_a_time_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However often a part comes, the answer as a whole has its limit."""
+    monkeypatch.setattr("meshnet.head.hop_client.perf_counter", Ticks([0, 0, 10, 20, 21, 1e9]))
+    parts = Parts(1000, 1)
+    with pytest.raises(HopTimeout) as caught:
+        await step_answered(httpx.Response(200, stream=parts))
+
+    assert (caught.value.members, parts.read) == ({"endpoint": A}, 3)
+
+
+async def test_a_description_has_a_limit_too() -> None:
+    """What is no step may be no longer than JSON can be."""
+    with pytest.raises(HopProtocolError, match="more than"):
+        await Shard(httpx.Response(200, stream=Parts(1000, 2**18))).client().describe()
 
 
 # --- descriptions ---

@@ -1,329 +1,473 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import asynccontextmanager
+from typing import cast
 
 import httpx
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from meshnet.errors import CacheMiss, HopProtocolError, HopUnreachable
-from meshnet.generation import Sampling
-from meshnet.head.hop_client import HopClient
-from meshnet.head.hop_times import HopTimesBook
-from meshnet.head.pipeline import Pipeline, Trace
+from meshnet.errors import CacheMiss, HopProtocolError, RecoveryExhausted, StageError
+from meshnet.head.call import Trace
+from meshnet.head.pipeline import Pipeline
+from meshnet.head.recovery import RecoveryLimits
+from meshnet.head.replay import ReplayMode
 from meshnet.ids import is_token
-from meshnet.wire.headers import StepHeaders
-from meshnet.wire.messages import TailAnswer
+from meshnet.model.fake_stage import next_token
 from tests.unit.fakes import FakeLog, turn_the_loop
-from tests.unit.head.making import FakeShard, hidden, hop_client, problem, route_over, token
+from tests.unit.head.making import (
+    PROMPT,
+    SAMPLING,
+    A,
+    B,
+    C,
+    Disturbance,
+    Mesh,
+    answers,
+    breaks,
+    hidden,
+    open_mesh,
+    refuses,
+    says,
+    token,
+    waits,
+    well,
+)
 
-A, B, C = "http://a", "http://b", "http://c"
+SPANS = {A: "0-1", B: "1-3", C: "3-4"}
+EVICTED = CacheMiss("gone", reason="evicted", held=0)
 
 
-class Mesh:
+@asynccontextmanager
+async def opened(
+    *,
+    max_bytes: int = 10**6,
+    chunk_tokens: int = 512,
+    limits: RecoveryLimits | None = None,
+    replay: ReplayMode = "exact",
+    trace: Trace | None = None,
+    **changed: object,
+) -> AsyncGenerator[tuple[Mesh, Pipeline]]:
     """Three shards and a pipeline over them."""
-
-    def __init__(self, trace: Trace | None = None, **changed: object) -> None:
-        self.shards = [FakeShard(A, tail=False), FakeShard(B, tail=False), FakeShard(C, tail=True)]
-        self.times = HopTimesBook()
-        self.pipeline = Pipeline(
-            route_over([A, B, C], **changed),
-            {shard.endpoint: shard.client() for shard in self.shards},
-            self.times,
-            trace or Trace(),
-        )
-
-    @property
-    def asked(self) -> list[list[str]]:
-        return [shard.asked for shard in self.shards]
-
-    def hold(self, nth: int, answer: httpx.Response | None = None) -> asyncio.Event:
-        """Hold the nth shard's steps until the event is set."""
-        gate = asyncio.Event()
-
-        async def held(_: StepHeaders) -> httpx.Response | None:
-            await gate.wait()
-            self.shards[nth].asked.append("answered")
-            return answer
-
-        self.shards[nth].instead = held
-        return gate
-
-    def answer(self, nth: int, answer: httpx.Response) -> None:
-        """Let the nth shard answer so."""
-
-        async def answered(_: StepHeaders) -> httpx.Response:
-            return answer
-
-        self.shards[nth].instead = answered
-
-    async def prefill(self) -> TailAnswer:
-        return await self.pipeline.step("prefill", [5, 6], 0, Sampling())
+    async with open_mesh(
+        SPANS,
+        max_bytes=max_bytes,
+        chunk_tokens=chunk_tokens,
+        limits=limits or RecoveryLimits(max_rebuilds=4, timeout_s=10, backoff_s=1, max_backoff_s=4),
+        replay=replay,
+        **changed,
+    ) as mesh:
+        yield mesh, mesh.pipeline(A, B, C, trace=trace)
 
 
-# --- step() ---
+async def told(pipeline: Pipeline, n_tokens: int = 4) -> list[int]:
+    """The prompt's continuation, token by token."""
+    answer = await pipeline.prefill(PROMPT, SAMPLING)
+    ids = [cast("int", answer.token_id)]
+    while len(ids) < n_tokens:
+        answer = await pipeline.decode(ids[-1], SAMPLING)
+        ids.append(cast("int", answer.token_id))
+    return ids
+
+
+def right(n_tokens: int = 4, prompt: Sequence[int] = PROMPT) -> list[int]:
+    """What the fake model says after the prompt."""
+    ids = list(prompt)
+    for _ in range(n_tokens):
+        ids.append(next_token(ids, 64))
+    return ids[len(prompt) :]
+
+
+def calls(mesh: Mesh) -> list[list[tuple[str, int, int]]]:
+    return [shard.calls for shard in mesh.shards.values()]
+
+
+# --- steps ---
 
 
 async def test_a_step_goes_through_every_hop() -> None:
     """Ids go to the first hop, hidden states to the others, the tail's answer comes back."""
-    mesh = Mesh()
-    answer = await mesh.prefill()
+    async with opened() as (mesh, pipeline):
+        answer = await pipeline.prefill(PROMPT, SAMPLING)
+    steps = [mesh[at].steps[0] for at in (A, B, C)]
 
-    assert (answer, mesh.asked) == (TailAnswer(token_id=7), [["prefill"]] * 3)
-    assert [(shard.steps[0].dtype, shard.steps[0].shape) for shard in mesh.shards] == [
-        ("int32", (1, 2)),
-        ("float32", (1, 2, 4)),
-        ("float32", (1, 2, 4)),
+    assert answer == says(*PROMPT)
+    assert [(step.dtype, step.shape) for step in steps] == [
+        ("int32", (1, 3)),
+        ("float32", (1, 3, 4)),
+        ("float32", (1, 3, 4)),
     ]
 
 
 async def test_only_the_tail_is_told_to_sample() -> None:
     """Sampling parameters are the tail's business."""
-    mesh = Mesh()
-    await mesh.prefill()
+    async with opened() as (mesh, pipeline):
+        await pipeline.prefill(PROMPT, SAMPLING)
 
-    assert [shard.steps[0].sampling for shard in mesh.shards] == [None, None, Sampling()]
-
-
-async def test_a_chunk_samples_nothing() -> None:
-    """Without parameters the tail answers an empty answer."""
-    assert await Mesh().pipeline.step("prefill", [5, 6], 0, None) == TailAnswer()
+    assert [mesh[at].steps[0].sampling for at in (A, B, C)] == [None, None, SAMPLING]
 
 
 async def test_every_hop_gets_its_own_layer_and_fingerprint() -> None:
     """A hop is told where to start, and which model the head believes in."""
-    mesh = Mesh()
-    await mesh.prefill()
+    async with opened() as (mesh, pipeline):
+        await pipeline.prefill(PROMPT, SAMPLING)
+    steps = [mesh[at].steps[0] for at in (A, B, C)]
 
-    assert [(shard.steps[0].start_layer, shard.steps[0].fingerprint) for shard in mesh.shards] == [
+    assert [(step.start_layer, step.fingerprint) for step in steps] == [
         (0, "fake-1-0-1"),
-        (1, "fake-1-1-2"),
-        (2, "fake-1-2-3"),
+        (1, "fake-1-1-3"),
+        (3, "fake-1-3-4"),
     ]
 
 
 async def test_one_session_and_one_trace_over_all_hops() -> None:
     """All steps of a pipeline carry the same session, request id and trace."""
-    mesh = Mesh(Trace("r-1", "00-trace"))
-    await mesh.prefill()
-    await mesh.pipeline.step("decode", [7], 2, Sampling())
-    steps = [step for shard in mesh.shards for step in shard.steps]
+    async with opened(trace=Trace("r-1", "00-trace")) as (mesh, pipeline):
+        await told(pipeline, 2)
+    steps = [step for shard in mesh.shards.values() for step in shard.steps]
 
     assert {(s.session, s.request_id, s.traceparent) for s in steps} == {
-        (mesh.pipeline.session, "r-1", "00-trace")
+        (pipeline.session, "r-1", "00-trace")
     }
 
 
-async def test_every_hops_step_has_an_id_of_its_own() -> None:
-    """Step ids are tokens and do not repeat, over hops and steps."""
-    mesh = Mesh()
-    await mesh.prefill()
-    await mesh.pipeline.step("decode", [7], 2, Sampling())
-    ids = [step.step or "" for shard in mesh.shards for step in shard.steps]
-
-    assert (len(set(ids)), all(map(is_token, ids))) == (6, True)
-
-
 async def test_two_pipelines_have_two_sessions() -> None:
-    """A session is one generation's."""
-    assert Mesh().pipeline.session != Mesh().pipeline.session
+    """A session is one generation's, and its id a token."""
+    async with opened() as (mesh, pipeline):
+        route = pipeline._route  # pyright: ignore[reportPrivateUsage]
+        sessions = {Pipeline(route, mesh.book, mesh.kit, Trace()).session for _ in range(2)}
+
+    assert (len(sessions), all(map(is_token, sessions))) == (2, True)
 
 
-async def test_a_decode_carries_the_past() -> None:
-    """The position and the mode are on every hop as given."""
-    mesh = Mesh()
-    await mesh.pipeline.step("decode", [7], 6, Sampling())
+async def test_a_text_comes_step_by_step() -> None:
+    """Each step continues where the last one ended, on every hop."""
+    async with opened() as (mesh, pipeline):
+        ids = await told(pipeline)
 
-    assert [(s.steps[0].cache, s.steps[0].past_len) for s in mesh.shards] == [("decode", 6)] * 3
-
-
-@pytest.mark.parametrize(("mode", "noted"), [("prefill", 0), ("decode", 1)])
-async def test_decode_steps_are_timed(mode: str, noted: int) -> None:
-    """The hops' times are those of decode steps: prefills are of any length."""
-    mesh = Mesh()
-    if mode == "decode":
-        await mesh.pipeline.step("decode", [7], 6, Sampling())
-    else:
-        await mesh.prefill()
-
-    assert [len([t]) if (t := mesh.times.of(at)) else 0 for at in (A, B, C)] == [noted] * 3
-
-
-async def test_a_refusal_ends_the_step() -> None:
-    """A hop's refusal is raised as it is, and hops behind it are not asked."""
-    mesh = Mesh()
-    mesh.answer(1, problem(CacheMiss("gone", reason="expired", held=0)))
-    with pytest.raises(CacheMiss) as caught:
-        await mesh.prefill()
-
-    assert caught.value.members == {"reason": "expired", "held": 0, "endpoint": B}
-    assert mesh.asked == [["prefill"], ["prefill"], []]
+    assert (ids, calls(mesh)) == (
+        right(),
+        [[("prefill", 0, 3), ("decode", 3, 1), ("decode", 4, 1), ("decode", 5, 1)]] * 3,
+    )
 
 
 @pytest.mark.parametrize(
-    ("nth", "answer", "fault"),
-    [
-        (0, token(7), "http://a answered as a tail"),
-        (2, hidden(2), "http://c answered hidden states"),
-        (0, hidden(1), "http://a answered 1 tokens to 2"),
-        (1, hidden(3), "http://b answered 3 tokens to 2"),
-    ],
+    ("n_prompt", "chunks"),
+    [(1, [1]), (2, [2]), (3, [2, 1]), (4, [2, 2]), (5, [2, 2, 1])],
 )
-async def test_a_hop_out_of_its_part_is_a_protocol_error(
-    nth: int, answer: httpx.Response, fault: str
-) -> None:
-    """Hidden states of as many tokens come from every hop but the tail, and never from it."""
-    mesh = Mesh()
-    mesh.answer(nth, answer)
-    with pytest.raises(HopProtocolError, match=fault) as caught:
-        await mesh.prefill()
+async def test_a_long_prompt_is_prefilled_in_chunks(n_prompt: int, chunks: list[int]) -> None:
+    """Chunks are as long as allowed and follow each other; the answer is that of all of them."""
+    prompt = list(range(n_prompt))
+    async with opened(chunk_tokens=2) as (mesh, pipeline):
+        answer = await pipeline.prefill(prompt, SAMPLING)
 
-    assert caught.value.members == {"endpoint": [A, B, C][nth]}
+    assert answer == says(*prompt)
+    assert calls(mesh) == [[("prefill", 2 * i, n) for i, n in enumerate(chunks)]] * 3
 
 
-async def test_a_cancelled_step_leaves_the_call_going() -> None:
-    """The caller ends at once, the hop call goes on to its answer, and no other hop is asked."""
-    mesh = Mesh()
-    gate = mesh.hold(1)
-    step = asyncio.create_task(mesh.prefill())
-    await turn_the_loop()
-    step.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await step
-    gate.set()
-    await turn_the_loop()
+async def test_only_the_last_chunk_samples() -> None:
+    """A chunk that is not the prompt's end asks the tail for nothing."""
+    async with opened(chunk_tokens=2) as (mesh, pipeline):
+        await pipeline.prefill(PROMPT, SAMPLING)
 
-    assert mesh.asked == [["prefill"], ["prefill", "answered"], []]
+    assert [step.sampling for step in mesh[C].steps] == [None, SAMPLING]
 
 
-async def test_nobody_is_warned_of_a_call_that_failed_unheard() -> None:
-    """A call that fails after its caller was cancelled is no unhandled error of the loop."""
-    complaints: list[object] = []
-    asyncio.get_running_loop().set_exception_handler(lambda _, what: complaints.append(what))
-    mesh = Mesh()
-    gate = mesh.hold(0, problem(HopUnreachable("gone")))
-    step = asyncio.create_task(mesh.prefill())
-    await turn_the_loop()
-    step.cancel()
-    await turn_the_loop()
-    gate.set()
-    await turn_the_loop()
-    del step, mesh
-    await turn_the_loop()
+async def test_a_chunk_is_no_longer_than_the_hops_take() -> None:
+    """The least of the head's and the hops' limits counts."""
+    async with opened(max_step_tokens=2) as (mesh, pipeline):
+        await pipeline.prefill(PROMPT, SAMPLING)
 
-    assert complaints == []
+    assert [n for _, _, n in mesh[A].calls] == [2, 1]
 
 
-async def test_a_call_cancelled_elsewhere_cancels_the_step() -> None:
-    """Where the loop itself cancels a hop call, as at its end, the step is cancelled with it."""
-    mesh = Mesh()
+async def test_a_stateless_step_sends_the_whole_sequence() -> None:
+    """Where nothing is kept every step has all tokens so far, and leaves nothing behind."""
+    async with opened(kv_cache=False) as (mesh, pipeline):
+        first = await pipeline.stateless_step(PROMPT, SAMPLING)
+        second = await pipeline.stateless_step([*PROMPT, 9], SAMPLING)
 
-    async def cancelled(_: StepHeaders) -> httpx.Response:
-        raise asyncio.CancelledError
-
-    mesh.shards[0].instead = cancelled
-    with pytest.raises(asyncio.CancelledError):
-        await mesh.prefill()
+    assert [first, second] == [says(*PROMPT), says(*PROMPT, 9)]
+    assert calls(mesh) == [[("stateless", 0, 3), ("stateless", 0, 4)]] * 3
 
 
 @pytest.mark.parametrize("kv_cache", [True, False])
 async def test_a_pipeline_is_as_its_route(kv_cache: bool) -> None:
     """Whether steps are stateless and how long they may be is the route's to say."""
-    pipeline = Mesh(kv_cache=kv_cache, max_step_tokens=9).pipeline
+    async with opened(kv_cache=kv_cache, max_step_tokens=9) as (mesh, pipeline):
+        assert (pipeline.stateless, pipeline.max_step_tokens) == (not kv_cache, 9)
+        assert pipeline.background is mesh.background
 
-    assert (pipeline.stateless, pipeline.max_step_tokens) == (not kv_cache, 9)
+
+async def test_a_refusal_ends_the_step() -> None:
+    """A refusal that does not pass is raised, and hops behind that hop are not asked."""
+    async with opened() as (mesh, pipeline):
+        mesh[B].disturbed = [refuses(StageError("not finite"))]
+        with pytest.raises(StageError) as caught:
+            await pipeline.prefill(PROMPT, SAMPLING)
+
+    assert caught.value.members == {"endpoint": B}
+    assert [len(shard.steps) for shard in mesh.shards.values()] == [1, 1, 0]
 
 
-# --- close() ---
+@pytest.mark.parametrize(
+    ("at", "answer", "fault"),
+    [
+        (A, token(7), "http://a answered as a tail"),
+        (C, hidden(3), "http://c answered hidden states"),
+        (A, hidden(1), "http://a answered 1 tokens to 3"),
+        (B, hidden(4), "http://b answered 4 tokens to 3"),
+    ],
+)
+async def test_a_hop_out_of_its_part_is_a_protocol_error(
+    at: str, answer: httpx.Response, fault: str
+) -> None:
+    """Hidden states of as many tokens come from every hop but the tail, and never from it."""
+    async with opened() as (mesh, pipeline):
+        mesh[at].disturbed = [answers(answer)]
+        with pytest.raises(HopProtocolError, match=fault) as caught:
+            await pipeline.prefill(PROMPT, SAMPLING)
+
+    assert caught.value.members == {"endpoint": at}
+
+
+# --- what is lost ---
+
+
+@pytest.mark.parametrize("at", [A, B, C])
+async def test_a_hop_that_lost_the_session_is_fed_alone(at: str) -> None:
+    """The other hops do not notice: they are asked for each step once."""
+    async with opened() as (mesh, pipeline):
+        first = await pipeline.prefill(PROMPT, SAMPLING)
+        await mesh[at].lose()
+        second = await pipeline.decode(cast("int", first.token_id), SAMPLING)
+    n_steps = {shard.endpoint: len(shard.steps) for shard in mesh.shards.values()}
+
+    assert [first.token_id, second.token_id] == right(2)
+    assert n_steps == {A: 2, B: 2, C: 2} | {at: 4}
+
+
+@pytest.mark.parametrize("at", [A, B, C])
+async def test_without_room_for_inputs_all_hops_are_fed_anew(at: str) -> None:
+    """What was not kept is made again from the ids, in a higher epoch on every hop."""
+    async with opened(max_bytes=0) as (mesh, pipeline):
+        first = await pipeline.prefill(PROMPT, SAMPLING)
+        await mesh[at].lose()
+        second = await pipeline.decode(cast("int", first.token_id), SAMPLING)
+    again = [
+        [
+            (step.cache, step.past_len)
+            for step in shard.steps[1:]
+            if step.epoch > shard.steps[0].epoch
+        ]
+        for shard in mesh.shards.values()
+    ]
+
+    assert [first.token_id, second.token_id] == right(2)
+    assert again == [[("prefill", 0), ("decode", 3)]] * 3
+
+
+async def test_a_prompt_lost_between_its_chunks_is_fed_anew() -> None:
+    """Also before the first token all that was prefilled comes again, in chunks."""
+    async with opened(max_bytes=0, chunk_tokens=2) as (mesh, pipeline):
+        mesh[B].disturbed = [well, well, refuses(EVICTED)]
+        answer = await pipeline.prefill(list(range(6)), SAMPLING)
+
+    assert answer == says(*range(6))
+    assert [past_len for _, past_len, _ in mesh[A].calls] == [0, 2, 4, 0, 2, 4]
+
+
+async def test_feeding_anew_samples_once() -> None:
+    """While all hops are fed anew the tail samples nothing; it does at the step itself."""
+    async with opened(max_bytes=0) as (mesh, pipeline):
+        first = await pipeline.prefill(PROMPT, SAMPLING)
+        await mesh[A].lose()
+        await pipeline.decode(cast("int", first.token_id), SAMPLING)
+
+    assert [step.sampling for step in mesh[C].steps] == [SAMPLING, None, SAMPLING]
+
+
+async def test_feeding_anew_is_told() -> None:
+    """The metrics hear of all layers' tokens, and of why."""
+    async with opened(max_bytes=0) as (mesh, pipeline):
+        first = await pipeline.prefill(PROMPT, SAMPLING)
+        await mesh[A].lose()
+        await pipeline.decode(cast("int", first.token_id), SAMPLING)
+
+    assert sum(mesh.replayed) == 3 * 4
+    assert [failure.code for failure in mesh.noted] == ["cache_miss", "inputs_dropped"]
+
+
+async def test_feeding_anew_is_bounded() -> None:
+    """A hop that loses whatever it is fed ends the step when the tries are used up."""
+    async with opened(max_bytes=0) as (mesh, pipeline):
+        first = await pipeline.prefill(PROMPT, SAMPLING)
+        mesh[C].disturbed = [refuses(EVICTED)] * 100
+        with pytest.raises(RecoveryExhausted):
+            await pipeline.decode(cast("int", first.token_id), SAMPLING)
+
+    assert len(mesh[C].steps) <= 1 + 5
+
+
+async def test_after_feeding_anew_inputs_are_kept_again() -> None:
+    """Room that has come meanwhile is used: the next loss is one hop's alone."""
+    async with opened(max_bytes=0) as (mesh, pipeline):
+        first = await pipeline.prefill(PROMPT, SAMPLING)
+        mesh.kit.budget.max_bytes = 10**6
+        await mesh[A].lose()
+        second = await pipeline.decode(cast("int", first.token_id), SAMPLING)
+        before = len(mesh[A].steps)
+        await mesh[C].lose()
+        third = await pipeline.decode(cast("int", second.token_id), SAMPLING)
+
+    assert [answer.token_id for answer in (first, second, third)] == right(3)
+    assert len(mesh[A].steps) == before + 1
+
+
+@pytest.mark.parametrize("max_bytes", [0, 40, 100, 10**6])
+async def test_the_budget_is_given_back(max_bytes: int) -> None:
+    """After close() nothing is taken, whatever found room, was lost, and was fed again."""
+    async with opened(max_bytes=max_bytes) as (mesh, pipeline):
+        await told(pipeline, 2)
+        await mesh[B].lose()
+        await pipeline.decode(9, SAMPLING)
+        used = mesh.kit.budget.used_bytes
+        await pipeline.close()
+
+    assert (used <= max_bytes, mesh.kit.budget.used_bytes) == (True, 0)
+
+
+async def test_a_failure_that_costs_time_counts_over_all_hops() -> None:
+    """The tries are one step's, not one hop's."""
+    async with opened() as (mesh, pipeline):
+        for at in (A, B, C):
+            mesh[at].disturbed = [refuses(EVICTED)] * 2
+        with pytest.raises(RecoveryExhausted, match="5 attempts failed"):
+            await pipeline.prefill(PROMPT, SAMPLING)
+
+
+async def test_tries_are_counted_a_step() -> None:
+    """A loss at every step is no failure."""
+    async with opened(limits=RecoveryLimits(max_rebuilds=1)) as (mesh, pipeline):
+        answer = await pipeline.prefill(PROMPT, SAMPLING)
+        ids = [cast("int", answer.token_id)]
+        for _ in range(4):
+            await mesh[B].lose()
+            answer = await pipeline.decode(ids[-1], SAMPLING)
+            ids.append(cast("int", answer.token_id))
+
+    assert ids == right(5)
+
+
+FAULTS: list[Disturbance] = [
+    well,
+    well,
+    well,
+    refuses(EVICTED),
+    refuses(CacheMiss("x", reason="length_mismatch", held=3)),
+    breaks(httpx.ReadError("cut")),
+    breaks(httpx.ReadError("cut"), ran=True),
+    breaks(httpx.ReadTimeout(""), ran=True),
+    answers(httpx.Response(502, html="<html>")),
+]
+
+
+@given(
+    faults=st.lists(st.lists(st.sampled_from(FAULTS), max_size=6), min_size=3, max_size=3),
+    lost=st.lists(st.sampled_from(["lose", "restart", ""]), min_size=9, max_size=9),
+    max_bytes=st.sampled_from([0, 30, 100, 10**6]),
+    replay=st.sampled_from(["exact", "fast"]),
+)
+async def test_whatever_is_lost_the_text_is_right(
+    faults: list[list[Disturbance]], lost: list[str], max_bytes: int, replay: ReplayMode
+) -> None:
+    """Calls cut or refused, states and lives lost: the ids are the same, no byte stays taken."""
+    limits = RecoveryLimits(max_rebuilds=100, timeout_s=1e6, backoff_s=1, max_backoff_s=4)
+    async with opened(max_bytes=max_bytes, chunk_tokens=2, limits=limits, replay=replay) as (
+        mesh,
+        pipeline,
+    ):
+        for shard, some in zip(mesh.shards.values(), faults, strict=True):
+            shard.disturbed = list(some)
+        answer = await pipeline.prefill(PROMPT, SAMPLING)
+        ids = [cast("int", answer.token_id)]
+        for step in range(3):
+            for shard, deed in zip(mesh.shards.values(), lost[3 * step :], strict=False):
+                if deed == "lose":
+                    await shard.lose()
+                elif deed == "restart":
+                    shard.restart()
+            answer = await pipeline.decode(ids[-1], SAMPLING)
+            ids.append(cast("int", answer.token_id))
+        await pipeline.close()
+
+    assert (ids, mesh.kit.budget.used_bytes) == (right(), 0)
+
+
+# --- cancellation, and close() ---
+
+
+async def test_a_cancelled_step_asks_no_other_hop() -> None:
+    """The caller ends at once, the hop call goes on, and what comes after it does not begin."""
+    async with opened() as (mesh, pipeline):
+        gate = asyncio.Event()
+        mesh[B].disturbed = [waits(gate)]
+        step = asyncio.create_task(pipeline.prefill(PROMPT, SAMPLING))
+        await turn_the_loop()
+        step.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await step
+        gate.set()
+
+    assert [len(shard.steps) for shard in mesh.shards.values()] == [1, 1, 0]
+    assert mesh[B].stage.computed == 3
 
 
 async def test_close_frees_the_session_on_every_hop() -> None:
-    """Each hop gets one DELETE of this session."""
-    mesh = Mesh()
-    await mesh.prefill()
-    await mesh.pipeline.close()
+    """Each hop is told once, and holds nothing then."""
+    async with opened() as (mesh, pipeline):
+        await pipeline.prefill(PROMPT, SAMPLING)
+        await pipeline.close()
+        held = [(await shard.store.usage()).sessions for shard in mesh.shards.values()]
 
-    assert mesh.asked == [["prefill", f"DELETE {mesh.pipeline.session}"]] * 3
+    assert ([shard.closed for shard in mesh.shards.values()], held) == ([[1]] * 3, [0, 0, 0])
 
 
 async def test_close_before_any_step_frees_too() -> None:
     """A session of which no hop has heard is closed in the same way: that is idempotent."""
-    mesh = Mesh()
-    await mesh.pipeline.close()
+    async with opened() as (mesh, pipeline):
+        await pipeline.close()
 
-    assert mesh.asked == [[f"DELETE {mesh.pipeline.session}"]] * 3
-
-
-async def test_close_waits_for_the_step_in_flight() -> None:
-    """No hop is told to free the session before the step in flight was answered."""
-    mesh = Mesh()
-    gate = mesh.hold(1)
-    step = asyncio.create_task(mesh.prefill())
-    await turn_the_loop()
-    step.cancel()
-    close = asyncio.create_task(mesh.pipeline.close())
-    await turn_the_loop()
-    before = [list(asked) for asked in mesh.asked]
-    gate.set()
-    await close
-    delete = f"DELETE {mesh.pipeline.session}"
-
-    assert before == [["prefill"], ["prefill"], []]
-    assert mesh.asked == [["prefill", delete], ["prefill", "answered", delete], [delete]]
+    assert [shard.closed for shard in mesh.shards.values()] == [[1]] * 3
 
 
-async def test_close_after_a_step_that_failed_in_flight() -> None:
-    """A step in flight that fails is over, and close goes on."""
-    mesh = Mesh()
-    gate = mesh.hold(0, problem(HopUnreachable("gone")))
-    step = asyncio.create_task(mesh.prefill())
-    await turn_the_loop()
-    step.cancel()
-    close = asyncio.create_task(mesh.pipeline.close())
-    await turn_the_loop()
-    gate.set()
-    await close
+async def test_close_does_not_wait_for_the_step_in_flight() -> None:
+    """A step in flight is fenced by its epoch: what it would leave behind is not kept."""
+    async with opened() as (mesh, pipeline):
+        gate = asyncio.Event()
+        mesh[B].disturbed = [waits(gate)]
+        step = asyncio.create_task(pipeline.prefill(PROMPT, SAMPLING))
+        await turn_the_loop()
+        step.cancel()
+        await pipeline.close()
+        gate.set()
+        await turn_the_loop()
+        held = [(await shard.store.usage()).sessions for shard in mesh.shards.values()]
 
-    assert [asked[-1] for asked in mesh.asked] == [f"DELETE {mesh.pipeline.session}"] * 3
+    assert held == [0, 0, 0]
 
 
 async def test_a_hop_that_cannot_be_closed_does_not_stop_the_others(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """An unreachable hop gets a log line, and every other hop its DELETE."""
-    log = FakeLog.instead_of("meshnet.head.pipeline._log", monkeypatch)
-    mesh = Mesh()
+    """An unreachable hop gets a log line, and every other hop is told."""
+    log = FakeLog.instead_of("meshnet.head.hop_session._log", monkeypatch)
+    async with opened() as (mesh, pipeline):
+        mesh[B].away_until = 1e9
+        await pipeline.close()
 
-    async def refuse(_: httpx.Request) -> httpx.Response:
-        raise httpx.ConnectError("refused")
-
-    clients = {shard.endpoint: shard.client() for shard in mesh.shards}
-    clients[B] = hop_client(B, refuse)
-    pipeline = Pipeline(route_over([A, B, C]), clients, HopTimesBook(), Trace())
-    await pipeline.close()
-
-    assert [len(asked) for asked in mesh.asked] == [1, 0, 1]
+    assert [shard.closed for shard in mesh.shards.values()] == [[1], [], [1]]
     assert [(line["hop"], line["code"]) for line in log.lines] == [(B, "hop_unreachable")]
-
-
-async def test_hops_are_closed_together() -> None:
-    """A slow hop does not keep the others from being told."""
-    gate = asyncio.Event()
-    told: list[str] = []
-
-    def at(endpoint: str) -> HopClient:
-        async def handle(_: httpx.Request) -> httpx.Response:
-            told.append(endpoint)
-            await gate.wait()
-            return httpx.Response(204)
-
-        return hop_client(endpoint, handle)
-
-    clients = {endpoint: at(endpoint) for endpoint in (A, B, C)}
-    pipeline = Pipeline(route_over([A, B, C]), clients, HopTimesBook(), Trace())
-    close = asyncio.create_task(pipeline.close())
-    await turn_the_loop()
-    at_once = sorted(told)
-    gate.set()
-    await close
-
-    assert at_once == [A, B, C]

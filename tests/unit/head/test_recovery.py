@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import pytest
@@ -8,19 +7,24 @@ import pytest
 from meshnet.errors import (
     CacheFull,
     CacheMiss,
+    Draining,
     HopProtocolError,
     HopTimeout,
     HopUnreachable,
+    InputsDropped,
     InvalidRequest,
     MeshError,
+    ModelError,
     ModelLoading,
     ModelMismatch,
     QueueFull,
     RecoveryExhausted,
+    RouteError,
     SessionBusy,
     StageError,
+    StaleEpoch,
 )
-from meshnet.head.recovery import Recovery, RecoveryLimits
+from meshnet.head.recovery import Recovery, RecoveryLimits, Tries, is_passing
 from tests.unit.fakes import FakeClock, FakeLog
 
 A = "http://a"
@@ -28,142 +32,126 @@ LIMITS = RecoveryLimits(max_rebuilds=3, timeout_s=10, backoff_s=1, max_backoff_s
 
 MISS = CacheMiss("gone", reason="evicted", held=0, endpoint=A)
 GONE = HopUnreachable("refused", endpoint=A)
-LOADING = ModelLoading("reading", endpoint=A)
 SLOW = HopTimeout("slow", endpoint=A)
+
+PASSING = [
+    MISS,
+    GONE,
+    SLOW,
+    ModelLoading("x"),
+    ModelMismatch("x"),
+    InputsDropped("x"),
+    RouteError("x"),
+    HopProtocolError("x"),
+    Draining("x"),
+]
+WAITING = [SessionBusy("x"), CacheFull("x"), QueueFull("x")]
+LASTING = [
+    StageError("x"),
+    InvalidRequest("x"),
+    ModelError("x"),
+    StaleEpoch("x"),
+    RecoveryExhausted("x"),
+]
 
 
 @dataclass
 class Bench:
-    """A recovery of an attempt that fails as told, on a hop that is away as long as told.
+    """The tries of one step, over pretended time."""
 
-    Attributes:
-        failures: What the first attempts fail with; the next one succeeds.
-        away_s: How long the hop is not ready, from the beginning.
-        attempt_s: How long an attempt takes.
-    """
-
-    failures: Sequence[Exception]
-    away_s: float = 0.0
-    attempt_s: float = 0.0
     limits: RecoveryLimits = LIMITS
     jitter: float = 1.0
     clock: FakeClock = field(default_factory=FakeClock)
-    attempts: int = 0
-    looks: list[str] = field(default_factory=list[str])
     noted: list[MeshError] = field(default_factory=list[MeshError])
+    replayed: list[int] = field(default_factory=list[int])
 
-    async def run(self) -> str:
-        recovery = Recovery(
+    def begin(self) -> Tries:
+        return Recovery(
             self.limits,
-            is_ready=self._is_ready,
             note=self.noted.append,
+            note_replay=self.replayed.append,
             clock=self.clock,
             jitter=lambda: self.jitter,
             sleep=self.clock.sleep,
-        )
-        return await recovery.run(self._attempt)
+        ).begin()
 
-    async def exhausted(self) -> RecoveryExhausted:
+    def exhausted(self, *failures: MeshError) -> RecoveryExhausted:
+        """What the failures end with."""
+        tries = self.begin()
+        *passing, last = failures
+        for failure in passing:
+            tries.count(failure)
         with pytest.raises(RecoveryExhausted) as caught:
-            await self.run()
+            tries.count(last)
         return caught.value
 
-    async def _attempt(self) -> str:
-        self.clock.now += self.attempt_s
-        self.attempts += 1
-        if self.attempts <= len(self.failures):
-            raise self.failures[self.attempts - 1]
-        return "done"
 
-    async def _is_ready(self, endpoint: str) -> bool:
-        self.looks.append(endpoint)
-        return self.clock.now >= self.away_s
+def named(error: MeshError) -> str:
+    return error.code
 
 
-async def test_what_succeeds_is_not_recovered() -> None:
-    """Without a failure there is one attempt, no pause, no look at a hop, no note."""
-    bench = Bench([])
+@pytest.mark.parametrize("failure", [*PASSING, *WAITING], ids=named)
+def test_what_passes_is_noted(failure: MeshError) -> None:
+    """A lost state, a lost hop, and what is retryable, may be tried again; the metrics hear it."""
+    bench = Bench()
+    bench.begin().count(failure)
 
-    assert (await bench.run(), bench.attempts) == ("done", 1)
-    assert (bench.clock.slept, bench.looks, bench.noted) == ([], [], [])
+    assert (bench.noted, is_passing(failure)) == ([failure], True)
 
 
-@pytest.mark.parametrize(
-    "failure",
-    [MISS, GONE, LOADING, SLOW, SessionBusy("x"), CacheFull("x"), QueueFull("x")],
-    ids=lambda error: error.code,
-)
-async def test_what_passes_is_tried_again(failure: MeshError) -> None:
-    """A lost state, a lost hop, and what is retryable, are tried again and noted."""
-    bench = Bench([failure])
+@pytest.mark.parametrize("failure", LASTING, ids=named)
+def test_what_does_not_pass_is_raised(failure: MeshError) -> None:
+    """What another try cannot mend is raised as it is, and not noted."""
+    bench = Bench()
+    with pytest.raises(MeshError) as caught:
+        bench.begin().count(failure)
 
-    assert (await bench.run(), bench.attempts, bench.noted) == ("done", 2, [failure])
+    assert (caught.value, bench.noted, is_passing(failure)) == (failure, [], False)
 
 
 @pytest.mark.parametrize(
-    "failure",
-    [
-        StageError("x"),
-        InvalidRequest("x"),
-        ModelMismatch("x"),
-        HopProtocolError("x"),
-        RecoveryExhausted("x"),
-        ValueError("x"),
-    ],
-    ids=lambda error: type(error).__name__,
+    ("failures", "rebuilds"), [(PASSING[:3], 3), (WAITING, 0)], ids=["lost", "busy"]
 )
-async def test_what_does_not_pass_is_raised(failure: Exception) -> None:
-    """What another attempt cannot mend is raised as it is, after one attempt."""
-    bench = Bench([failure])
-    with pytest.raises(type(failure)) as caught:
-        await bench.run()
+def test_who_only_waits_its_turn_spends_no_try(failures: list[MeshError], rebuilds: int) -> None:
+    """A failure costs a try, but not being told to wait."""
+    tries = Bench().begin()
+    for failure in failures:
+        tries.count(failure)
 
-    assert (caught.value, bench.attempts, bench.clock.slept) == (failure, 1, [])
+    assert tries.rebuilds == rebuilds
 
 
-async def test_attempts_are_bounded() -> None:
-    """A hop that always misses gets one attempt and max_rebuilds more."""
-    bench = Bench([MISS] * 100)
-    error = await bench.exhausted()
+def test_tries_are_bounded() -> None:
+    """max_rebuilds failures may be mended; one more ends it, and names hop and cause."""
+    error = Bench().exhausted(SLOW, SLOW, SLOW, MISS)
 
-    assert bench.attempts == 4
+    assert (error.message, error.__cause__) == ("gone; 4 attempts failed", MISS)
     assert error.members == {"endpoint": A, "cause": "cache_miss"}
 
 
-async def test_the_last_failure_is_the_cause() -> None:
-    """Exhaustion tells the last failure's text, and has it as its cause."""
-    error = await Bench([SLOW, SLOW, SLOW, MISS]).exhausted()
+def test_no_try_is_left_unused() -> None:
+    """As many failures as allowed end nothing."""
+    tries = Bench().begin()
+    for failure in (MISS, SLOW, MISS):
+        tries.count(failure)
 
-    assert error.__cause__ is MISS
-    assert error.message == "gone; 4 attempts failed"
+    assert tries.rebuilds == 3
 
 
-async def test_each_failure_is_noted() -> None:
-    """The metrics hear of each failure that is passing, the last one too."""
-    bench = Bench([MISS, SLOW, MISS, SLOW])
-    await bench.exhausted()
+def test_the_last_failure_is_noted_too() -> None:
+    """The metrics hear of each failure that passes, also of the one that is too much."""
+    bench = Bench()
+    bench.exhausted(MISS, SLOW, MISS, SLOW)
 
     assert bench.noted == [MISS, SLOW, MISS, SLOW]
 
 
-async def test_no_rebuild_is_left_unused() -> None:
-    """Success at the last attempt allowed is success."""
-    assert await Bench([MISS, SLOW, MISS]).run() == "done"
-
-
-async def test_a_first_miss_is_rebuilt_at_once() -> None:
-    """A state lost once costs no pause; lost again, it does."""
-    bench = Bench([MISS, MISS, MISS])
-    await bench.run()
-
-    assert bench.clock.slept == [2.0, 4.0]
-
-
 async def test_pauses_double_up_to_a_limit() -> None:
     """Pauses are 1, 2, 4 and then 4 seconds, where the longest may be 4."""
-    limits = RecoveryLimits(max_rebuilds=5, timeout_s=100, backoff_s=1, max_backoff_s=4)
-    bench = Bench([QueueFull("x")] * 5, limits=limits)
-    await bench.run()
+    bench = Bench(RecoveryLimits(timeout_s=100, backoff_s=1, max_backoff_s=4))
+    tries = bench.begin()
+    for _ in range(5):
+        await tries.pause(MISS)
 
     assert bench.clock.slept == [1.0, 2.0, 4.0, 4.0, 4.0]
 
@@ -171,79 +159,92 @@ async def test_pauses_double_up_to_a_limit() -> None:
 @pytest.mark.parametrize(("jitter", "pause"), [(0.0, 0.5), (0.5, 0.75), (1.0, 1.0)])
 async def test_pauses_are_jittered(jitter: float, pause: float) -> None:
     """A pause is between the half and the whole, so that heads do not come back together."""
-    bench = Bench([QueueFull("x")], jitter=jitter)
-    await bench.run()
+    bench = Bench(jitter=jitter)
+    await bench.begin().pause(MISS)
 
     assert bench.clock.slept == [pause]
 
 
 async def test_a_pause_never_overflows() -> None:
-    """However many rebuilds are allowed, a pause is a number of seconds."""
-    limits = RecoveryLimits(max_rebuilds=2000, timeout_s=1e9, backoff_s=1, max_backoff_s=4)
-    bench = Bench([QueueFull("x")] * 2000, limits=limits)
+    """However many pauses there are, each is a number of seconds."""
+    bench = Bench(RecoveryLimits(timeout_s=1e9, backoff_s=1, max_backoff_s=4))
+    tries = bench.begin()
+    for _ in range(2000):
+        await tries.pause(MISS)
 
-    assert await bench.run() == "done"
-
-
-@pytest.mark.parametrize("failure", [GONE, LOADING], ids=lambda error: error.code)
-async def test_an_absent_hop_costs_no_rebuilds(failure: MeshError) -> None:
-    """While a hop is away it is looked for; the one attempt comes when it is back."""
-    bench = Bench([failure], away_s=9.0)
-
-    assert (await bench.run(), bench.attempts) == ("done", 2)
-    assert set(bench.looks) == {A}
-    assert len(bench.looks) > LIMITS.max_rebuilds
+    assert bench.clock.slept[-1] == 4.0
 
 
-async def test_looks_at_a_hop_are_paused() -> None:
-    """Looks get the same growing pauses as attempts do."""
-    bench = Bench([GONE], away_s=7.0)
-    await bench.run()
+async def test_the_time_counts_from_the_first_failure() -> None:
+    """A second failure does not begin a new time."""
+    bench = Bench()
+    tries = bench.begin()
+    tries.count(MISS)
+    bench.clock.now = 10.0
+    tries.count(GONE)
+    bench.clock.now = 10.1
+    with pytest.raises(RecoveryExhausted, match="refused; it was not mended within 10 s") as caught:
+        tries.count(GONE)
 
-    assert bench.clock.slept == [1.0, 1.0, 2.0, 4.0]
-
-
-async def test_a_hop_that_does_not_come_back_is_given_up() -> None:
-    """Not ready by the deadline, the hop ends the recovery, and no attempt was spent on it."""
-    bench = Bench([GONE], away_s=1e9)
-    error = await bench.exhausted()
-
-    assert bench.attempts == 1
-    assert error.message == "refused; it was not back after 10 s"
-    assert 10.0 <= bench.clock.now <= 10.0 + LIMITS.max_backoff_s
+    assert caught.value.__cause__ is GONE
 
 
-async def test_the_deadline_counts_from_the_first_failure() -> None:
-    """A second loss does not begin a new deadline."""
-    bench = Bench([MISS, GONE], away_s=1e9, attempt_s=8.0)
-    await bench.exhausted()
+async def test_what_went_well_costs_no_time() -> None:
+    """However long a step took before its first failure, all the time is left then."""
+    bench = Bench()
+    tries = bench.begin()
+    bench.clock.now = 1e6
+    tries.count(MISS)
+    await tries.pause(MISS)
 
-    assert bench.clock.now <= 8.0 + 10.0 + LIMITS.max_backoff_s
-
-
-async def test_slow_attempts_end_with_the_deadline() -> None:
-    """Attempts that each fail late are not begun past the deadline, though some are left."""
-    bench = Bench([SLOW] * 100, attempt_s=7.0)
-    error = await bench.exhausted()
-
-    assert bench.attempts == 3
-    assert error.message == "slow; more than 10 s"
+    assert bench.clock.slept == [1.0]
 
 
-@pytest.mark.parametrize(
-    "failure", [HopUnreachable("x"), ModelLoading("x", endpoint=3), QueueFull("x", endpoint=A)]
-)
-async def test_only_a_lost_hop_of_known_name_is_waited_for(failure: MeshError) -> None:
-    """A failure that names no hop, or whose hop is there, is tried again after its pause."""
-    bench = Bench([failure], away_s=1e9)
+async def test_pauses_end_with_the_time() -> None:
+    """When the time is over there is no further pause, but the end."""
+    bench = Bench()
+    tries = bench.begin()
+    for _ in range(4):
+        await tries.pause(SLOW)
+    with pytest.raises(RecoveryExhausted, match="slow; it was not mended within 10 s"):
+        await tries.pause(SLOW)
 
-    assert (await bench.run(), bench.looks) == ("done", [])
+    assert bench.clock.slept == [1.0, 2.0, 4.0, 4.0]
 
 
-async def test_a_recovery_is_logged(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A line tells what failed, where and why, and which rebuild follows."""
+def test_being_busy_for_ever_ends_too() -> None:
+    """Waiting for a turn costs no try, but time."""
+    bench = Bench()
+    tries = bench.begin()
+    tries.count(QueueFull("full"))
+    bench.clock.now = 11.0
+    with pytest.raises(RecoveryExhausted) as caught:
+        tries.count(QueueFull("full"))
+
+    assert caught.value.members == {"endpoint": None, "cause": "queue_full"}
+
+
+def test_what_is_computed_again_is_told() -> None:
+    """The metrics hear of each replay."""
+    bench = Bench()
+    bench.begin().note_replay(12)
+
+    assert bench.replayed == [12]
+
+
+def test_steps_have_their_own_tries() -> None:
+    """What one step spent the next one has."""
+    bench = Bench()
+    first = bench.begin()
+    first.count(MISS)
+
+    assert (first.rebuilds, bench.begin().rebuilds) == (1, 0)
+
+
+def test_a_recovery_is_logged(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A line tells what failed, where and why, and which try follows."""
     log = FakeLog.instead_of("meshnet.head.recovery._log", monkeypatch)
-    await Bench([MISS]).run()
+    Bench().begin().count(MISS)
 
     assert log.lines == [
         {

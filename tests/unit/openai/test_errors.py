@@ -68,6 +68,9 @@ def test_the_clients_faults(
         (errors.HopUnreachable("x"), "shard_unavailable"),
         (errors.HopProtocolError("x"), "shard_unavailable"),
         (errors.RecoveryExhausted("x"), "shard_unavailable"),
+        (errors.Draining("x"), "server_overloaded"),
+        (errors.ModelMismatch("x"), "shard_unavailable"),
+        (errors.StaleEpoch("x"), "shard_unavailable"),
     ],
 )
 def test_what_may_work_later_is_503(error: errors.MeshError, code: str) -> None:
@@ -86,7 +89,6 @@ def test_what_may_work_later_is_503(error: errors.MeshError, code: str) -> None:
         errors.MeshError(SECRET),
         errors.StageError(SECRET),
         errors.ModelError(SECRET),
-        errors.ModelMismatch(SECRET),
         errors.CacheMiss(SECRET),
         errors.InvalidRequest(SECRET, field="X-Meshnet-Shape", endpoint="http://10.0.0.3:8001"),
         errors.Unauthorized(SECRET, endpoint="http://10.0.0.3:8001"),

@@ -48,6 +48,7 @@ def test_a_shards_defaults_are_the_protocols(monkeypatch: pytest.MonkeyPatch) ->
         cache_ttl_seconds=600,
         cache_max_sessions=16,
         cache_max_bytes=2**31,
+        drain_timeout_s=25,
         cluster_key=None,
         log_format="console",
     )
@@ -72,6 +73,7 @@ def test_a_shards_defaults_are_the_protocols(monkeypatch: pytest.MonkeyPatch) ->
         ("cache_max_bytes", "2GB"),
         ("max_step_tokens", "-1"),
         ("max_queued_steps", "0"),
+        ("drain_timeout_s", "0"),
         ("cluster_key", ""),
         ("log_format", "xml"),
     ],
@@ -116,10 +118,16 @@ def test_a_route_is_json(monkeypatch: pytest.MonkeyPatch) -> None:
         ("max_body_bytes", "0"),
         ("max_concurrent_requests", "0"),
         ("max_concurrent_requests", "129"),
+        ("route", '[{"endpoint": "http://a:1"}, {"endpoint": "http://a:1", "start_layer": 2}]'),
         ("connect_timeout_s", "0"),
+        ("probe_timeout_s", "0"),
+        ("min_step_timeout_s", "0"),
         ("step_timeout_s", "-1"),
         ("recovery_timeout_s", "soon"),
         ("max_rebuilds_per_token", "0"),
+        ("replay", "slow"),
+        ("replay_max_bytes", "-1"),
+        ("drain_timeout_s", "inf"),
         ("route_poll_s", "0"),
         ("route_poll_s", "inf"),
         ("cluster_key", ""),
@@ -133,6 +141,21 @@ def test_a_heads_malformed_value_is_named(
     environment = HEAD | {f"MESHNET_HEAD_{name.upper()}": value}
 
     assert faults(HeadSettings, environment, monkeypatch) == [name]
+
+
+def test_a_shard_named_twice_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The error names the endpoint, and that each is to be named once."""
+    twice = '[{"endpoint": "http://b:1"}, {"endpoint": "http://a:1"}, {"endpoint": "http://b:1"}]'
+    with pytest.raises(ValidationError, match="http://b:1 is named twice; allowed: each shard"):
+        read(HeadSettings, HEAD | {"MESHNET_HEAD_ROUTE": twice}, monkeypatch)
+
+
+def test_nothing_may_be_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No byte for inputs is a setting like another: all hops are fed anew then."""
+    settings = read(HeadSettings, HEAD | {"MESHNET_HEAD_REPLAY_MAX_BYTES": "0"}, monkeypatch)
+
+    assert isinstance(settings, HeadSettings)
+    assert settings.replay_max_bytes == 0
 
 
 def test_a_route_that_is_no_json_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

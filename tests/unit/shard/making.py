@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 
 from meshnet.cache.policy import CacheLimits
 from meshnet.cache.store import SessionCacheStore
 from meshnet.generation import Sampling
+from meshnet.ids import BootId
 from meshnet.model.fake_stage import HIDDEN_SIZE, FakeStage, fake_facts
 from meshnet.model.interface import CacheState, StageOutput
 from meshnet.shard.compute import ComputeThread, Timed
@@ -21,6 +22,7 @@ from meshnet.wire.headers import CacheMode, StepHeaders
 from tests.unit.fakes import FakeClock
 
 MAX_STEP_TOKENS = 16
+BOOT_ID = BootId("boot-1")
 
 
 @dataclass
@@ -85,6 +87,7 @@ async def open_bench(
     max_queued: int = 4,
     kv_cache: bool = True,
     max_positions: int = 32,
+    check_begin: Callable[[], None] = lambda: None,
 ) -> AsyncGenerator[Bench]:
     """A worker for a span of four layers."""
     facts = replace(fake_facts(LayerSpan.parse(span)), max_positions=max_positions)
@@ -94,6 +97,13 @@ async def open_bench(
     store: SessionCacheStore[CacheState] = SessionCacheStore(limits, clock=clock)
     async with ComputeThread(max_queued) as compute:
         worker = ShardWorker(
-            stage, store, compute, DecodeLog(clock), MAX_STEP_TOKENS, kv_cache=kv_cache
+            stage=stage,
+            store=store,
+            compute=compute,
+            decode_log=DecodeLog(clock),
+            boot_id=BOOT_ID,
+            check_begin=check_begin,
+            max_step_tokens=MAX_STEP_TOKENS,
+            kv_cache=kv_cache,
         )
         yield Bench(stage, store, compute, clock, worker)

@@ -8,20 +8,21 @@ import pytest
 
 from meshnet.cache.policy import CacheLimits
 from meshnet.cache.store import SessionCacheStore
-from meshnet.errors import ModelError, ModelLoading
-from meshnet.ids import BootId
+from meshnet.errors import Draining, ModelError, ModelLoading
+from meshnet.ids import BootId, SessionId
 from meshnet.model.fake_stage import FakeStage, fake_facts
 from meshnet.model.interface import CacheState, StageModel
 from meshnet.shard.compute import ComputeThread
 from meshnet.shard.host import ShardHost
 from meshnet.shard.step_log import DecodeLog
 from meshnet.topology import LayerSpan
+from meshnet.wire.frames import Frame
 from meshnet.wire.headers import StepHeaders
 from meshnet.wire.messages import CacheUse, ShardLimits, ShardReadiness
 from tests.unit.fakes import FakeClock, FakeLog
 from tests.unit.shard.making import body_of
 
-FACTS = fake_facts(LayerSpan(0, 2))
+FACTS = replace(fake_facts(LayerSpan(0, 2)), weights="commit-1")
 LIMITS = ShardLimits(max_step_tokens=16, max_sessions=2, cache_ttl_s=600, cache_bytes=10**6)
 
 
@@ -164,3 +165,92 @@ async def test_an_unforeseen_failure_is_told_and_logged(monkeypatch: pytest.Monk
     assert readiness.state == "failed"
     assert "disk gone" in str(readiness.reason)
     assert [line["exc_info"] for line in log.lines] == [True]
+
+
+# --- draining ---
+
+
+def step_of(**changed: object) -> StepHeaders:
+    right = StepHeaders(session="s", cache="prefill", shape=(1, 3), dtype="int32")
+    return right.model_copy(update=changed)
+
+
+@asynccontextmanager
+async def open_draining(
+    monkeypatch: pytest.MonkeyPatch, *, n_looks: int
+) -> AsyncGenerator[tuple[ShardHost, list[float]]]:
+    """A shard that holds one session, which is closed after so many looks at it."""
+    slept: list[float] = []
+    async with open_host() as host:
+        await host.load()
+        step = step_of()
+        await host.worker.step(step, body_of(step, [5, 6, 7]))
+
+        async def sleep(seconds: float) -> None:
+            slept.append(seconds)
+            if len(slept) == n_looks:
+                await host.worker.close(SessionId("s"))
+
+        monkeypatch.setattr("meshnet.shard.host.asyncio.sleep", sleep)
+        yield host, slept
+
+
+async def test_draining_waits_for_the_sessions_to_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It ends when the last session is closed, and says that none was left."""
+    async with open_draining(monkeypatch, n_looks=3) as (host, slept):
+        assert (await host.drain(10), len(slept)) == (True, 3)
+
+
+async def test_draining_does_not_wait_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After its limit it ends, and says that something was left."""
+    async with open_draining(monkeypatch, n_looks=10**6) as (host, slept):
+        assert (await host.drain(2), round(sum(slept), 6)) == (False, 2.0)
+
+
+async def test_draining_without_sessions_is_over_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A shard that holds nothing need not wait."""
+    async with open_draining(monkeypatch, n_looks=0) as (host, slept):
+        await host.worker.close(SessionId("s"))
+
+        assert (await host.drain(10), slept) == (True, [])
+
+
+async def test_a_draining_shard_says_so() -> None:
+    """Readiness and description tell it, and why; the worker goes on."""
+    async with open_host() as host:
+        await host.load()
+        before = (await host.info()).draining
+        await host.drain(1)
+        info, readiness = await host.info(), host.readiness()
+        worker = host.worker
+
+    assert (before, info.draining, readiness.state) == (False, True, "draining")
+    assert readiness.reason == "finishing its sessions, taking no new one"
+    assert worker.boot_id == "boot-1"
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [{"past_len": 3}, {"cache": "decode", "past_len": 3}, {"cache": "stateless"}],
+    ids=str,
+)
+async def test_a_draining_shard_finishes_its_sessions(
+    changed: dict[str, object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What continues a session that is held, or keeps nothing, is taken."""
+    async with open_draining(monkeypatch, n_looks=10**6) as (host, _):
+        await host.drain(1)
+        step = step_of(**changed)
+        done = await host.worker.step(step, body_of(step, [5, 6, 7]))
+
+    assert isinstance(done.result, Frame)
+
+
+async def test_a_draining_shard_begins_no_session() -> None:
+    """A first prefill is to go elsewhere; before, it was taken."""
+    async with open_host() as host:
+        await host.load()
+        await host.drain(1)
+        step = step_of()
+        with pytest.raises(Draining):
+            await host.worker.step(step, body_of(step, [5, 6, 7]))

@@ -3,12 +3,14 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Mapping
+from dataclasses import replace
 
 import pytest
 
 from meshnet.errors import (
     CacheFull,
     CacheMiss,
+    Draining,
     InvalidRequest,
     MeshError,
     ModelMismatch,
@@ -16,6 +18,7 @@ from meshnet.errors import (
     QueueFull,
     SessionBusy,
     StageError,
+    StaleEpoch,
 )
 from meshnet.ids import SessionId
 from meshnet.model.fake_stage import FakeStage, fake_facts, next_token
@@ -193,6 +196,35 @@ async def test_the_right_fingerprint_passes() -> None:
         assert bench.worker.check(bench.headers("prefill", 0, 3, fingerprint="fake-1-2-4")) == 48
 
 
+@pytest.mark.parametrize(("mode", "past_len"), [("prefill", 0), ("decode", 3)])
+async def test_a_step_for_another_life_misses(mode: str, past_len: int) -> None:
+    """What the head fed the process before this one is gone; both lives are told."""
+    async with open_bench() as bench:
+        step = bench.headers("prefill", past_len, 3, cache=mode, boot="boot-0")
+        with pytest.raises(CacheMiss) as caught:
+            bench.worker.check(step)
+
+    assert caught.value.members == {
+        "reason": "restarted",
+        "held": 0,
+        "expected": "boot-0",
+        "actual": "boot-1",
+    }
+
+
+@pytest.mark.parametrize("boot", [None, "boot-1"])
+async def test_a_step_for_this_life_passes(boot: str | None) -> None:
+    """A head that knows this life, or none in particular, is served."""
+    async with open_bench() as bench:
+        assert bench.worker.check(bench.headers("decode", 3, 1, boot=boot)) == 4
+
+
+async def test_a_stateless_step_is_for_any_life() -> None:
+    """What needs nothing kept does not mind who ran before."""
+    async with open_bench() as bench:
+        assert bench.worker.check(bench.headers("stateless", 0, 3, boot="boot-0")) == 12
+
+
 @pytest.mark.parametrize("mode", ["prefill", "decode"])
 async def test_without_a_cache_only_stateless_steps_are_taken(mode: str) -> None:
     """A shard that keeps no cache refuses cached steps and names the mode it takes."""
@@ -301,6 +333,26 @@ async def test_another_position_misses_and_drops() -> None:
     assert (caught.value.members, held) == ({"reason": "length_mismatch", "held": 0}, (0, 0))
 
 
+async def test_a_late_step_leaves_the_session() -> None:
+    """A step that tells its id and epoch gets 409 with what is held, and the session goes on."""
+    async with open_bench() as bench:
+        await bench.cached("prefill", 0, PROMPT, step="p", epoch=1)
+        with pytest.raises(CacheMiss) as caught:
+            await bench.cached("decode", 5, [9], step="d", epoch=1)
+        done = await bench.cached("decode", 3, [9], step="e", epoch=1)
+
+    assert caught.value.members == {"reason": "length_mismatch", "held": 3}
+    assert done.result == says(*PROMPT, 9)
+
+
+async def test_a_step_of_an_old_epoch_is_refused() -> None:
+    """Who steered the session before is told that another one does."""
+    async with open_bench() as bench:
+        await bench.cached("prefill", 0, PROMPT, step="p", epoch=2)
+        with pytest.raises(StaleEpoch):
+            await bench.cached("decode", 3, [9], step="d", epoch=1)
+
+
 async def test_an_unknown_session_misses() -> None:
     """A decode never makes a cache in silence."""
     async with open_bench() as bench:
@@ -361,6 +413,55 @@ async def test_two_steps_of_one_session_do_not_meet() -> None:
     assert done.result == says(*PROMPT)
 
 
+async def test_a_full_queue_does_not_keep_an_answer_back() -> None:
+    """A step that was run already is answered from the store, however many wait."""
+    stage = GateStage()
+    async with open_bench(stage=stage, max_queued=1) as bench:
+        stage.open.set()
+        first = await bench.cached("prefill", 0, PROMPT, session="other", step="p")
+        stage.close()
+        running = asyncio.create_task(bench.cached("prefill", 0, PROMPT))
+        await stage.entered()
+        again = await bench.cached("prefill", 0, PROMPT, session="other", step="p")
+        stage.open.set()
+        await running
+
+    assert again.result == first.result
+
+
+def not_now() -> None:
+    raise Draining("no new session")
+
+
+async def test_where_nothing_may_begin_a_first_step_is_refused() -> None:
+    """A prefill at position 0 is refused, and nothing is held for it."""
+    async with open_bench(check_begin=not_now) as bench:
+        with pytest.raises(Draining):
+            await bench.cached("prefill", 0, PROMPT)
+        held = await bench.held()
+
+    assert held == (0, 0)
+
+
+async def test_where_nothing_may_begin_all_else_goes_on() -> None:
+    """A session that is held, a repeat of its first step, and a stateless step are taken."""
+    may_begin = [True]
+
+    def check_begin() -> None:
+        if not may_begin:
+            not_now()
+
+    async with open_bench(check_begin=check_begin) as bench:
+        first = await bench.cached("prefill", 0, PROMPT, step="p")
+        may_begin.clear()
+        again = await bench.cached("prefill", 0, PROMPT, step="p")
+        second = await bench.cached("decode", 3, [9])
+        alone = await bench.cached("stateless", 0, PROMPT)
+
+    assert (first.result, second.result) == (says(*PROMPT), says(*PROMPT, 9))
+    assert (again.result, alone.result) == (first.result, first.result)
+
+
 async def test_a_full_queue_refuses_the_step() -> None:
     """With too many steps waiting a step is refused as retryable, and its session is kept."""
     stage = GateStage()
@@ -391,6 +492,22 @@ async def test_room_is_asked_for_the_state_and_the_answer(span: str, need: int) 
             await bench.cached("prefill", 0, PROMPT)
 
     assert caught.value.members["need"] == need
+
+
+class HalfStage(FakeStage):
+    """Says that its hidden states are of two bytes a number."""
+
+    def __init__(self) -> None:
+        super().__init__(replace(fake_facts(LayerSpan(0, 2)), dtype="bfloat16"))
+
+
+async def test_the_answers_room_is_that_of_its_dtype() -> None:
+    """Four numbers of two bytes are eight bytes a token."""
+    async with open_bench(stage=HalfStage(), max_bytes=10) as bench:
+        with pytest.raises(CacheFull) as caught:
+            await bench.cached("prefill", 0, PROMPT)
+
+    assert caught.value.members["need"] == 3 * (64 + 8)
 
 
 class RecurrentStage(FakeStage):
@@ -429,6 +546,29 @@ async def test_closing_frees_the_session_once() -> None:
         held = await bench.held()
 
     assert (closed, held) == ([1, 0], (0, 0))
+
+
+async def test_closing_under_an_epoch_refuses_what_is_late() -> None:
+    """A step on its way when its session was closed does not bring it back."""
+    async with open_bench() as bench:
+        await bench.cached("prefill", 0, PROMPT, step="p", epoch=1)
+        await bench.worker.close(SessionId("s"), 1)
+        with pytest.raises(StaleEpoch):
+            await bench.cached("prefill", 0, PROMPT, step="q", epoch=1)
+        held = await bench.held()
+
+    assert held == (0, 0)
+
+
+async def test_closing_under_an_old_epoch_is_refused() -> None:
+    """Who steered the session before does not close it for who does now."""
+    async with open_bench() as bench:
+        await bench.cached("prefill", 0, PROMPT, step="p", epoch=2)
+        with pytest.raises(StaleEpoch):
+            await bench.worker.close(SessionId("s"), 1)
+        held = await bench.held()
+
+    assert held == (1, 0)
 
 
 # --- log lines ---

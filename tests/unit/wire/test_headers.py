@@ -10,7 +10,15 @@ from meshnet.errors import InvalidRequest
 from meshnet.generation import Sampling
 from meshnet.wire import headers
 from meshnet.wire.frames import ITEMSIZE, Dtype
-from meshnet.wire.headers import CacheMode, StepHeaders, parse, parse_dtype, parse_shape, render
+from meshnet.wire.headers import (
+    CacheMode,
+    StepHeaders,
+    parse,
+    parse_dtype,
+    parse_epoch,
+    parse_shape,
+    render,
+)
 
 MINIMAL = {"X-Meshnet-Shape": "1,6", "X-Meshnet-Dtype": "int32"}
 CACHED = MINIMAL | {"X-Meshnet-Session": "s", "X-Meshnet-Cache": "prefill"}
@@ -41,6 +49,8 @@ def steps(draw: st.DrawFn) -> StepHeaders:
         start_layer=draw(st.none() | st.integers(0, MAX)),
         fingerprint=draw(st.none() | tokens),
         step=draw(st.none() | tokens),
+        epoch=draw(st.integers(0, MAX)),
+        boot=draw(st.none() | tokens),
         sampling=draw(st.none() | samplings),
         request_id=draw(st.none() | tokens),
         traceparent=draw(st.none() | st.text("abc-019", max_size=256)),
@@ -67,6 +77,7 @@ def test_what_is_none_is_not_sent(step: StepHeaders) -> None:
 
     assert [name for name, value in sent.items() if value == "None"] == []
     assert (step.sampling is not None) == (headers.SAMPLING in sent)
+    assert (step.epoch > 0) == (headers.EPOCH in sent)
 
 
 def test_the_least_step_is_stateless() -> None:
@@ -74,6 +85,7 @@ def test_the_least_step_is_stateless() -> None:
     step = parse(MINIMAL)
 
     assert (step.session, step.cache, step.past_len, step.shape) == (None, "stateless", 0, (1, 6))
+    assert (step.epoch, step.boot) == (0, None)
 
 
 def test_names_are_read_in_any_case() -> None:
@@ -128,6 +140,11 @@ def test_a_missing_header_is_named(name: str) -> None:
         ("X-Meshnet-Start-Layer", "-1"),
         ("X-Meshnet-Fingerprint", "a b"),
         ("X-Meshnet-Step", "\x00"),
+        ("X-Meshnet-Epoch", "-1"),
+        ("X-Meshnet-Epoch", "1.0"),
+        ("X-Meshnet-Epoch", str(2**31)),
+        ("X-Meshnet-Boot", "a b"),
+        ("X-Meshnet-Boot", ""),
         ("X-Meshnet-Sampling", ""),
         ("X-Meshnet-Sampling", "{"),
         ("X-Meshnet-Sampling", "[]"),
@@ -254,3 +271,27 @@ def test_an_answers_shape_follows_the_rule_of_a_steps(text: str) -> None:
         caught.value.members["field"],
         caught.value.members["value"],
     )
+
+
+@given(st.integers(0, MAX))
+def test_an_epoch_is_read(epoch: int) -> None:
+    """A number of up to 2**31 - 1 reads as itself."""
+    assert parse_epoch(str(epoch)) == epoch
+
+
+def test_no_epoch_is_none_in_particular() -> None:
+    """Who sends none has epoch 0."""
+    assert parse_epoch(None) == 0
+
+
+@pytest.mark.parametrize("text", ["", "-1", "1.0", "one", "+1", "1_0", str(2**31), "9" * 5000])
+def test_what_is_no_epoch_is_refused(text: str) -> None:
+    """The refusal names the header, at most 200 characters of what it was, and the rule."""
+    with pytest.raises(InvalidRequest) as caught:
+        parse_epoch(text)
+
+    assert caught.value.members == {
+        "field": "X-Meshnet-Epoch",
+        "value": text[:200],
+        "allowed": "0 to 2147483647",
+    }

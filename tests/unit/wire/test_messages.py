@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from pydantic import ValidationError
 
@@ -12,7 +14,7 @@ from tests.unit.fakes import shard_info
 
 def test_a_description_gives_the_routes_facts() -> None:
     """A shard's description carries all that a route depends on, and the protocol's version."""
-    facts = fake_facts(LayerSpan(1, 3))
+    facts = replace(fake_facts(LayerSpan(1, 3)), weights="commit-1")
     info = shard_info(facts)
 
     assert (facts, PROTOCOL_VERSION) == (info.facts(), info.protocol)
@@ -32,6 +34,16 @@ def test_members_of_a_later_version_are_passed_over() -> None:
     assert info == ShardInfo.model_validate(info.model_dump() | {"gpu": "none"})
 
 
+def test_a_description_of_an_older_shard_is_read() -> None:
+    """What older shards do not tell has a default: not draining, and nothing known of weights."""
+    told = shard_info(fake_facts(LayerSpan(1, 3))).model_dump()
+    newer = ("draining", "transformers_version", "weights", "layer_digests")
+    info = ShardInfo.model_validate({k: v for k, v in told.items() if k not in newer})
+
+    assert (info.draining, info.transformers_version) == (False, "")
+    assert (info.weights, info.layer_digests) == (None, ())
+
+
 @pytest.mark.parametrize(
     "lie",
     [
@@ -41,11 +53,14 @@ def test_members_of_a_later_version_are_passed_over() -> None:
         {"dtype": "object"},
         {"fingerprint": "two words"},
         {"hidden_size": 0},
+        {"boot_id": ""},
+        {"layer_digests": ["one"]},
+        {"layer_digests": ["one", "two", "three"]},
     ],
     ids=str,
 )
 def test_an_impossible_description_is_refused(lie: dict[str, object]) -> None:
-    """Spans outside the model, unknown dtypes and what cannot travel back are no description."""
+    """Spans outside the model, unknown dtypes, digests of other layers, and what cannot travel."""
     info = shard_info(fake_facts(LayerSpan(1, 3)))
     with pytest.raises(ValidationError):
         ShardInfo.model_validate(info.model_dump() | lie)
@@ -66,6 +81,6 @@ def test_a_tails_answer_may_be_empty() -> None:
 
 
 def test_an_unknown_state_is_refused() -> None:
-    """A shard is loading, ready or failed."""
+    """A shard is loading, ready, draining or failed."""
     with pytest.raises(ValidationError):
-        ShardReadiness.model_validate({"state": "draining"})
+        ShardReadiness.model_validate({"state": "asleep"})

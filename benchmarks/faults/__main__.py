@@ -1,0 +1,90 @@
+"""Every fault at every moment on every hop: `python -m benchmarks.faults MODEL_FOLDER`.
+
+Runs 528 cells on real processes, prints one line each, and writes benchmarks/results/faults.json
+and docs/failure-modes.md. Exits with 1 if a cell is not as expected. With a filter only the cells
+that pass it are run, and nothing is written.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from tempfile import mkdtemp
+from time import perf_counter
+
+from benchmarks.faults.fleet import FaultCluster
+from benchmarks.faults.matrix import FAULTS, FLEETS, HOPS, MOMENTS, WAYS, Cell, all_cells
+from benchmarks.faults.report import PAGE, RESULTS, write
+from benchmarks.faults.runner import run_cell
+from benchmarks.faults.verdict import Verdict
+
+
+async def run(model: Path, cells: Sequence[Cell]) -> list[Verdict]:
+    log_dir = Path(mkdtemp(prefix="meshnet-faults-"))
+    print(f"{len(cells)} cells; logs are in {log_dir}", flush=True)
+    verdicts: list[Verdict] = []
+    async with FaultCluster(model, log_dir) as cluster:
+        for at, cell in enumerate(cells, start=1):
+            started_at = perf_counter()
+            verdict = await run_cell(cluster, cell)
+            verdicts.append(verdict)
+            mark = "ok  " if verdict.is_as_expected else "FAIL"
+            took_s = perf_counter() - started_at
+            print(
+                f"{at:3}/{len(cells)} {mark} {cell} {verdict.outcome:11}"
+                f" {verdict.recovery_ms:8.0f} ms {took_s:5.1f} s  {verdict.detail}".rstrip(),
+                flush=True,
+            )
+    return verdicts
+
+
+def print_summary(verdicts: Sequence[Verdict], took_s: float) -> None:
+    bad = [verdict for verdict in verdicts if not verdict.is_as_expected]
+    print(f"\n{len(verdicts) - len(bad)} of {len(verdicts)} cells as expected, {took_s:.0f} s")
+    for verdict in bad:
+        print(f"FAIL {verdict.cell} {verdict.outcome}: {verdict.detail}")
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("model", type=Path)
+    for name, choices in {
+        "fault": FAULTS,
+        "when": MOMENTS,
+        "hop": HOPS,
+        "way": WAYS,
+        "fleet": FLEETS,
+    }.items():
+        parser.add_argument(
+            f"--{name}", nargs="+", choices=choices, default=choices, help="only these"
+        )
+    parser.add_argument("--no-write", action="store_true", help="leave the two files as they are")
+    return parser.parse_args()
+
+
+def chosen(arguments: argparse.Namespace) -> list[Cell]:
+    names = ("fault", "when", "hop", "way", "fleet")
+    return [
+        cell
+        for cell in all_cells()
+        if all(getattr(cell, name) in getattr(arguments, name) for name in names)
+    ]
+
+
+def main() -> int:
+    arguments = parse_arguments()
+    cells = chosen(arguments)
+    started_at = perf_counter()
+    verdicts = asyncio.run(run(arguments.model.resolve(), cells))
+    print_summary(verdicts, perf_counter() - started_at)
+    if len(cells) == len(all_cells()) and not arguments.no_write:
+        write(verdicts)
+        print(f"written: {RESULTS}, {PAGE}")
+    return 0 if all(verdict.is_as_expected for verdict in verdicts) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,257 @@
+"""One session at one place of its route: whoever serves it, it has been fed what it needs.
+
+The place outlives the shard there. A shard that lost the session is fed again, alone; one that is
+gone is waited for, or another one that runs the same layers takes its place. The hops before and
+after do not notice.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import cast
+
+import structlog
+
+from meshnet.errors import (
+    CacheFull,
+    CacheMiss,
+    Draining,
+    InputsDropped,
+    MeshError,
+    ModelMismatch,
+    QueueFull,
+    RouteError,
+    SessionBusy,
+)
+from meshnet.head.background import Background
+from meshnet.head.call import Call, Shards, Trace
+from meshnet.head.hop_client import HopAnswer
+from meshnet.head.hop_times import HopTimesBook
+from meshnet.head.recovery import Tries, is_passing
+from meshnet.head.replay import InputLog
+from meshnet.ids import SessionId, new_id
+from meshnet.topology import Hop
+from meshnet.wire.frames import Dtype, Frame, nbytes
+from meshnet.wire.headers import StepHeaders
+from meshnet.wire.messages import TailAnswer
+
+_log = structlog.get_logger(__name__)
+
+_TRIES_AT_ONE_SHARD = 1
+"""After more failures of a step another shard is preferred, also if this one says it is well."""
+
+
+_EXACT_TRIES = 2
+"""After more failures in one step, over all hops, a hop is fed again in bulk."""
+
+
+class HopSession:
+    """One session at one place of its route; one call at a time.
+
+    Args:
+        hop: Who serves it at first.
+        session: Its id, the same on every hop.
+        shards: Who else could.
+        log: Where its inputs are kept.
+        times: Where the shards' times are noted, and the limits come from.
+        background: Where calls end that nobody waits for any more.
+        trace: Sent with every step.
+    """
+
+    def __init__(
+        self,
+        hop: Hop,
+        session: SessionId,
+        *,
+        shards: Shards,
+        log: InputLog,
+        times: HopTimesBook,
+        background: Background,
+        trace: Trace,
+    ) -> None:
+        self.hop = hop
+        self._session = session
+        self._shards = shards
+        self._log = log
+        self._times = times
+        self._background = background
+        self._trace = trace
+        self._epoch = 1
+        self._held = 0
+        self._is_known = True
+        shards.enter(hop.endpoint)
+
+    async def step(self, call: Call, tries: Tries) -> Frame | TailAnswer:
+        """Run one call, whatever is lost meanwhile.
+
+        The call is repeated under the same step id, so that a shard which has run it already
+        answers what it answered then.
+
+        Raises:
+            RecoveryExhausted: A limit of `tries` was reached.
+            InputsDropped: The session was lost here, and so were the inputs to feed it again.
+            MeshError: The hop refused or failed in a way that trying again cannot mend.
+        """
+        step_id = new_id()
+        n_failures = 0
+        while True:
+            try:
+                if not self._is_known:
+                    self._take(await self._look())
+                if call.mode != "stateless":
+                    await self._catch_up(call.past_len, tries)
+                answer = await self._send(call, step_id)
+            except InputsDropped:
+                raise  # feeding this hop alone cannot help; the pipeline feeds all of them
+            except MeshError as error:
+                failure = error
+            else:
+                self._note_taken(call)
+                return answer
+            n_failures += 1
+            await self._mend(failure, tries, at_one_shard=n_failures <= _TRIES_AT_ONE_SHARD)
+
+    def forget(self) -> None:
+        """Begin anew: nothing is held, and no input is kept."""
+        self._lose(0)
+        self._log.clear()
+
+    async def close(self) -> None:
+        """Free the session; a shard that cannot be reached does it by its time to live."""
+        self._log.clear()
+        self._shards.leave(self.hop.endpoint)
+        await self._close_at(self.hop.endpoint, self._epoch)
+
+    def _note_taken(self, call: Call) -> None:
+        if call.mode != "stateless":
+            self._log.add(call.past_len, call.frame)
+            self._held = call.past_len + call.frame.n_tokens
+
+    async def _catch_up(self, past_len: int, tries: Tries) -> None:
+        """Feed the hop what it lacks of the tokens before `past_len`."""
+        if self._held == past_len:
+            return
+        layers, largest = len(self.hop.layers), self.hop.facts.max_step_tokens
+        # What is lost again while it is fed again needs fewer calls more than the same last digits.
+        in_bulk = tries.rebuilds > _EXACT_TRIES
+        for fed in self._log.replay(self._held, past_len, largest, in_bulk=in_bulk):
+            await self._send(Call("prefill", fed.frame, fed.past_len), new_id())
+            self._held = fed.end
+            tries.note_replay(fed.frame.n_tokens * layers)
+
+    async def _mend(self, failure: MeshError, tries: Tries, *, at_one_shard: bool) -> None:
+        """Make the next try worth it."""
+        tries.count(failure)
+        match failure:
+            case CacheMiss():
+                self._is_known = failure.members.get("reason") != "restarted"
+                self._lose(_held(failure))
+                if tries.rebuilds > 1:
+                    await tries.pause(failure)
+            case SessionBusy() | CacheFull() | QueueFull():
+                await tries.pause(failure)
+            case _:
+                prefer_other = isinstance(failure, Draining) or not at_one_shard
+                self._take(await self._find(failure, tries, prefer_other=prefer_other))
+
+    async def _find(self, failure: MeshError, tries: Tries, *, prefer_other: bool) -> Hop:
+        """Who goes on: the same shard if it is well, else another; waits while there is none."""
+        while True:
+            other = self._shards.alternative(self.hop) if prefer_other else None
+            if other is not None:
+                if not isinstance(failure, Draining):
+                    self._shards.set_aside(self.hop.endpoint, failure)
+                return other
+            try:
+                found = await self._look()
+            except MeshError as error:
+                self._shards.set_aside(self.hop.endpoint, error)
+                other = self._shards.alternative(self.hop)
+                if other is not None:
+                    return other
+                if not is_passing(error) or isinstance(error, ModelMismatch | RouteError):
+                    raise
+            else:
+                if not isinstance(failure, Draining) or found.boot_id != self.hop.boot_id:
+                    return found
+            await tries.pause(failure)
+
+    async def _look(self) -> Hop:
+        """The shard as it is now, which must run what it ran."""
+        found = await self._shards.look(self.hop)
+        expected, actual = self.hop.facts.fingerprint, found.facts.fingerprint
+        if expected != actual:
+            raise ModelMismatch(
+                f"{found.endpoint} runs {actual} now, not {expected}",
+                expected=expected,
+                actual=actual,
+                endpoint=found.endpoint,
+            )
+        return found
+
+    def _take(self, found: Hop) -> None:
+        """Go on with the shard as it was found."""
+        self._is_known = True
+        if found.endpoint != self.hop.endpoint:
+            _log.warning("hop replaced", session_id=self._session, hop=found.endpoint)
+            self._background.start(self._close_at(self.hop.endpoint, self._epoch))
+            self._shards.leave(self.hop.endpoint)
+            self._shards.enter(found.endpoint)
+        if (found.endpoint, found.boot_id) != (self.hop.endpoint, self.hop.boot_id):
+            self._lose(0)
+        self.hop = found
+
+    def _lose(self, held: int) -> None:
+        """The hop holds so much only. Steps still on their way there are of an old epoch now."""
+        self._epoch += 1
+        self._held = self._log.usable(held)
+
+    async def _send(self, call: Call, step_id: str) -> Frame | TailAnswer:
+        hop, facts = self.hop, self.hop.facts
+        cached = call.mode != "stateless"
+        step = StepHeaders(
+            session=self._session,
+            cache=call.mode,
+            past_len=call.past_len,
+            shape=call.frame.shape,
+            dtype=call.frame.dtype,
+            start_layer=hop.layers.start,
+            fingerprint=facts.fingerprint,
+            step=step_id,
+            epoch=self._epoch if cached else 0,
+            boot=hop.boot_id or None,
+            sampling=call.sampling,
+            request_id=self._trace.request_id,
+            traceparent=self._trace.traceparent,
+        )
+        n_tokens = call.frame.n_tokens
+        sent = self._shards.client(hop.endpoint).step(
+            step,
+            call.frame.data,
+            limit_s=self._times.limit_s(hop.endpoint, n_tokens),
+            max_answer_bytes=nbytes(cast("Dtype", facts.dtype), (n_tokens, facts.hidden_size)),
+        )
+        # Law 7: cancelling inside an httpx call can leak a place in its pool for good, so the call
+        # goes on, and ends by its own limits.
+        answer: HopAnswer = await asyncio.shield(self._background.start(sent))
+        if cached:
+            self._times.note(hop.endpoint, n_tokens, answer)
+        return answer.result
+
+    async def _close_at(self, endpoint: str, epoch: int) -> None:
+        try:
+            await self._shards.client(endpoint).close_session(self._session, epoch)
+        except MeshError as error:
+            _log.warning(
+                "session not closed",
+                session_id=self._session,
+                hop=endpoint,
+                code=error.code,
+                reason=error.message,
+            )
+
+
+def _held(failure: CacheMiss) -> int:
+    """What the shard says that it holds; it may say anything."""
+    held = failure.members.get("held")
+    return held if isinstance(held, int) and held > 0 else 0
