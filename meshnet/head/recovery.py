@@ -30,7 +30,8 @@ class RecoveryLimits:
 
     Attributes:
         max_rebuilds: Tries after the first, those not counted that only waited for their turn.
-        timeout_s: From the first failure to the last try, waiting for a lost hop included.
+        timeout_s: From the first failure to the last try, waiting for a lost hop included; feeding
+            a hop again, which takes as long as it takes, is not.
         backoff_s: The first pause; each next one is twice as long, with jitter.
         max_backoff_s: The longest pause.
     """
@@ -113,8 +114,9 @@ class Tries:
         await self._recovery.sleep(longest * (0.5 + self._recovery.jitter() / 2))
 
     def note_replay(self, layer_tokens: int) -> None:
-        """Note what was computed again."""
+        """Note what was computed again: that is progress, and the time begins anew."""
         self._recovery.note_replay(layer_tokens)
+        self._ends_at = None
 
     def _check_time(self, failure: MeshError) -> None:
         now = self._recovery.clock()

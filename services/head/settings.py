@@ -65,7 +65,8 @@ class HeadSettings(BaseSettings):
     step_timeout_s: Seconds = 120.0
     """The longest a hop may take for one step, and the limit while nothing was measured."""
     recovery_timeout_s: Seconds = 60.0
-    """The longest one token may take to recover, waiting for a lost hop included."""
+    """The longest one token may take to recover, waiting for a lost hop included; feeding a hop
+    again, which takes as long as it takes, is not."""
     max_rebuilds_per_token: PositiveInt = 4
     replay: ReplayMode = "exact"
     """How a hop that lost a session is fed again: in calls of the original lengths, which gives the

@@ -200,6 +200,19 @@ async def test_what_went_well_costs_no_time() -> None:
     assert bench.clock.slept == [1.0]
 
 
+def test_feeding_a_hop_again_takes_as_long_as_it_takes() -> None:
+    """A failure after a long replay finds all the time left; tries are counted on."""
+    bench = Bench()
+    tries = bench.begin()
+    tries.count(MISS)
+    bench.clock.now = 400.0
+    tries.note_replay(10)
+    bench.clock.now = 401.0
+    tries.count(GONE)
+
+    assert tries.rebuilds == 2
+
+
 async def test_pauses_end_with_the_time() -> None:
     """When the time is over there is no further pause, but the end."""
     bench = Bench()
