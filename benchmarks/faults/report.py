@@ -47,9 +47,8 @@ head uses one.
 
 **Outcomes.** *identical*: the text, and in a stream also its end, are those of an undisturbed
 request. *error*: 503 `shard_unavailable` with `Retry-After` within the head's time-outs, in a
-stream that has begun as an error event, and the next request is answered 503, too (for
-*wrong_fingerprint*: the error that a refused step is documented to give). Anything else is a fault
-of Meshnet's, and so is a session that a living shard still holds 8 s after the end.
+stream that has begun as an error event, and the next request is answered 503, too. Anything else is
+a fault of Meshnet's, and so is a session that a living shard still holds 8 s after the end.
 
 **Recovery.** In a stream the longest time without a token, less the undisturbed one; in one piece
 the time of the request, less that of an undisturbed one. The head's time-outs were: 12 s to
