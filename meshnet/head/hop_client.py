@@ -16,7 +16,7 @@ from meshnet.ids import SessionId
 from meshnet.wire import headers, problems
 from meshnet.wire.frames import Frame
 from meshnet.wire.headers import StepHeaders
-from meshnet.wire.messages import ShardInfo, ShardReadiness, TailAnswer
+from meshnet.wire.messages import ShardInfo, TailAnswer
 
 BodyT = TypeVar("BodyT", bound=BaseModel)
 
@@ -35,7 +35,7 @@ class HopTimeouts:
 
     connect_s: float = 5.0
     probe_s: float = 3.0
-    """For what computes nothing: descriptions, readiness, closing a session."""
+    """For what computes nothing: descriptions, closing a session."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,11 +115,6 @@ class HopClient:
         response = await self._send("GET", "/v1/shard")
         return self._read_json(response, ShardInfo)
 
-    async def readiness(self) -> ShardReadiness:
-        """How far the shard is; also one that is not ready answers. Raises as `step`."""
-        response = await self._send("GET", "/readyz", accept_status=503)
-        return self._read_json(response, ShardReadiness)
-
     async def _send(
         self,
         method: str,
@@ -128,7 +123,6 @@ class HopClient:
         content: bytes | None = None,
         headers: dict[str, str] | None = None,
         limit_s: float | None = None,
-        accept_status: int = 200,
         max_bytes: int = _MAX_JSON_BYTES,
     ) -> _Answer:
         limit_s = limit_s or self._timeouts.probe_s
@@ -141,7 +135,7 @@ class HopClient:
                 body = await self._read(response, perf_counter() + limit_s, max_bytes)
         except httpx.HTTPError as error:
             raise self._translate(error) from error
-        if response.is_success or response.status_code == accept_status:
+        if response.is_success:
             return _Answer(response.headers, body)
         raise problems.from_problem(body, status=response.status_code, endpoint=self.endpoint)
 

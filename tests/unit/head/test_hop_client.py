@@ -25,7 +25,7 @@ from meshnet.topology import LayerSpan
 from meshnet.wire import headers
 from meshnet.wire.frames import Frame
 from meshnet.wire.headers import StepHeaders
-from meshnet.wire.messages import ShardReadiness, TailAnswer
+from meshnet.wire.messages import TailAnswer
 from tests.unit.fakes import shard_info
 from tests.unit.head.making import hidden, hop_client, problem, token
 
@@ -382,30 +382,6 @@ async def test_an_impossible_span_is_a_protocol_error() -> None:
         await Shard(httpx.Response(200, content=json.dumps(lie))).client().describe()
 
 
-@pytest.mark.parametrize(("status", "state"), [(200, "ready"), (503, "loading"), (503, "failed")])
-async def test_readiness_is_read_also_from_a_503(status: int, state: str) -> None:
-    """A shard that is not ready says so with 503, and that is no error here."""
-    shard = Shard(httpx.Response(status, json={"state": state}))
-    found = await shard.client().readiness()
-
-    assert (found, shard.request.url.path) == (
-        ShardReadiness.model_validate({"state": state}),
-        "/readyz",
-    )
-
-
-async def test_a_proxys_503_is_no_readiness() -> None:
-    """A 503 of somebody else's is a protocol error."""
-    with pytest.raises(HopProtocolError):
-        await Shard(httpx.Response(503, html="<html>")).client().readiness()
-
-
-async def test_another_status_is_no_readiness() -> None:
-    """Only 200 and 503 tell readiness."""
-    with pytest.raises(HopProtocolError):
-        await Shard(httpx.Response(500, json={"state": "ready"})).client().readiness()
-
-
 # --- open_hop ---
 
 
@@ -418,11 +394,11 @@ async def test_the_cluster_key_is_carried(
 
     async def handle(_: httpx.AsyncHTTPTransport, request: httpx.Request) -> httpx.Response:
         seen.append(request)
-        return httpx.Response(200, json={"state": "ready"})
+        return httpx.Response(204)
 
     monkeypatch.setattr(httpx.AsyncHTTPTransport, "handle_async_request", handle)
     async with open_hop(A, HopTimeouts(), key) as hop:
-        await hop.readiness()
+        await hop.close_session(SessionId("s"), epoch=1)
 
     assert [request.headers.get("authorization") for request in seen] == [sent]
 
@@ -432,7 +408,7 @@ async def test_the_client_is_closed_with_the_block() -> None:
     async with open_hop(A, HopTimeouts()) as hop:
         pass
     with pytest.raises(RuntimeError, match="closed"):
-        await hop.readiness()
+        await hop.close_session(SessionId("s"), epoch=1)
 
 
 async def test_proxies_of_the_environment_are_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
