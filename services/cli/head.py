@@ -1,4 +1,4 @@
-"""`meshnet head`: the OpenAI-compatible endpoint over a route of shards."""
+"""`meshnet head`: the OpenAI-compatible endpoint over the shards of one model."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from services.head.settings import HeadSettings, HopSetting
 
 _ROUTE: Final = TypeAdapter(tuple[HopSetting, ...])
 _ALLOWED: Final = (
-    "http://HOST:PORT[@START_LAYER], several joined by commas, first hop first; or JSON: "
+    "http://HOST:PORT[@START_LAYER], several joined by commas; or JSON: "
     '[{"endpoint": "http://HOST:PORT", "start_layer": 0}, ...]'
 )
 
@@ -33,8 +33,9 @@ def head(
         str | None,
         typer.Option(
             metavar="URL[@START],...",
-            help="The shards in the order of their layers, joined by commas; START is the first "
-            "layer to run there, the shard's own first layer unless given. Or the same as JSON. "
+            help="The shards in any order, joined by commas; those of the same layers are each "
+            "other's standby. START is the first layer to run there, the shard's own first layer "
+            "unless given. Or the same as JSON. "
             "(env: MESHNET_HEAD_ROUTE, JSON only)",
         ),
     ] = None,
@@ -44,7 +45,7 @@ def head(
     port: Annotated[int, typer.Option(min=1, max=65535, help="Port to listen on.")] = 8000,
     stop_with_stdin_: StopWithStdin = False,
 ) -> None:
-    """Run the head: serve the OpenAI API, and drive the shards of one route. Needs no torch.
+    """Run the head: serve the OpenAI API, and drive the shards of one model. Needs no torch.
 
     Everything else (time-outs, limits, the cluster key) is set by MESHNET_HEAD_* variables; an
     option overrides its variable.
