@@ -1,4 +1,4 @@
-"""From a request to its tokens: prefill, decode, recover, stop; and always clean up."""
+"""From a request to its tokens: prefill, decode, stop; and always clean up."""
 
 from __future__ import annotations
 

@@ -40,7 +40,6 @@ _log = structlog.get_logger(__name__)
 _TRIES_AT_ONE_SHARD = 1
 """After more failures of a step another shard is preferred, also if this one says it is well."""
 
-
 _EXACT_TRIES = 2
 """After more failures in one step, over all hops, a hop is fed again in bulk."""
 

@@ -97,7 +97,7 @@ class Pipeline:
         """Run a prompt, chunk by chunk; the tail samples after the last one only.
 
         Raises:
-            MeshError: As `step`.
+            MeshError: As `stateless_step`.
         """
         *chunks, last = self._chunks(ids)
         for chunk in chunks:
@@ -105,7 +105,7 @@ class Pipeline:
         return await self._cached_step("prefill", last, sampling)
 
     async def decode(self, token_id: int, sampling: Sampling) -> TailAnswer:
-        """Run the last token. Raises as `step`."""
+        """Run the last token. Raises as `stateless_step`."""
         return await self._cached_step("decode", [token_id], sampling)
 
     async def stateless_step(self, ids: Sequence[int], sampling: Sampling) -> TailAnswer:

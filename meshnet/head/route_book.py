@@ -13,8 +13,15 @@ import structlog
 from meshnet.errors import Forbidden, InvalidRequest, MeshError, ModelLoading, RouteError
 from meshnet.head.hop_client import HopClient
 from meshnet.head.matching import can_replace, check_other_process, fits
-from meshnet.topology import Hop, HopSpec, Route, build_route, check_same_model, choose_route
-from meshnet.topology import make_hop as hop_of
+from meshnet.topology import (
+    Hop,
+    HopSpec,
+    Route,
+    build_route,
+    check_same_model,
+    choose_route,
+    make_hop,
+)
 from meshnet.wire.headers import PROTOCOL_VERSION, ROUTE
 from meshnet.wire.messages import ShardInfo
 
@@ -73,7 +80,8 @@ class RouteBook:
         self._clock = clock
         self._jitter = jitter
         self._sessions: Counter[str] = Counter()
-        self._proven: dict[str, Hop] = {}
+        self._model: dict[str, Hop] = {}  # what proven shards said of it, gone ones included
+        self._usable: list[Hop] = []
         self._status = {
             spec.endpoint: HopStatus(spec, error=ModelLoading("not asked yet")) for spec in specs
         }
@@ -112,7 +120,7 @@ class RouteBook:
             MeshError: It is not there, not ready, or speaks another protocol.
         """
         info = await self._describe(hop.endpoint)
-        return hop_of(HopSpec(hop.endpoint, hop.layers.start), info.facts(), info.boot_id)
+        return _hop(HopSpec(hop.endpoint, hop.layers.start), info)
 
     def set_aside(self, endpoint: str, failure: MeshError) -> None:
         """Use the shard for nothing new for a while; each time in a row for longer."""
@@ -129,6 +137,7 @@ class RouteBook:
             failures=status.failures + 1,
             ask_at=self._clock() + pause_s,
         )
+        self._sort_out()
         if not status.failures:
             _log.warning("shard set aside", hop=endpoint, code=failure.code, reason=failure.message)
 
@@ -137,17 +146,18 @@ class RouteBook:
         for hop in hops:
             status = self._status[hop.endpoint]
             self._status[hop.endpoint] = replace(status, proven=hop.boot_id, failures=0, ask_at=0.0)
-            self._proven[hop.endpoint] = hop
+            self._model[hop.endpoint] = hop
+        self._sort_out()
 
     def unproven(self) -> list[Hop]:
         """The shards that are there, and that no token went through in this life of theirs."""
-        return [h for h in self._hops() if not self._status[h.endpoint].is_proven]
+        return [h for h in self._usable if not self._status[h.endpoint].is_proven]
 
     def alternative(self, hop: Hop) -> Hop | None:
         """The least busy other proven shard that can take over from `hop`, if there is one."""
         others = [
             other
-            for other in self._hops()
+            for other in self._usable
             if can_replace(other, hop) and self._status[other.endpoint].is_proven
         ]
         return min(others, key=self._load, default=None)
@@ -156,23 +166,22 @@ class RouteBook:
         """The least busy route over proven shards.
 
         Args:
-            through: A shard that the route is to contain if it can; then others need no proof.
+            through: A shard that the route is to contain; then others need no proof.
 
         Raises:
             RouteError: There is none; says what is missing, or why a shard was refused.
         """
-        hops = self._hops()
         if through is not None:
 
             def unwanted(hop: Hop) -> tuple[int, ...]:
                 return not self._status[hop.endpoint].is_proven, *self._load(hop)
 
-            return choose_route([hop for hop in hops if fits(hop, through)], unwanted)
-        proven = [hop for hop in hops if self._status[hop.endpoint].is_proven]
+            return choose_route([hop for hop in self._usable if fits(hop, through)], unwanted)
+        proven = [hop for hop in self._usable if self._status[hop.endpoint].is_proven]
         try:
             return choose_route(proven, self._load)
         except RouteError as error:
-            raise self._explained(hops) from error
+            raise self._explained() from error
 
     async def pinned_route(self, specs: Sequence[HopSpec]) -> Route:
         """A caller's own route over configured shards.
@@ -195,34 +204,33 @@ class RouteBook:
         infos = [self._info(spec.endpoint) for spec in specs]
         try:
             pairs = zip(specs, infos, strict=True)
-            return build_route([hop_of(spec, info.facts(), info.boot_id) for spec, info in pairs])
+            return build_route([_hop(spec, info) for spec, info in pairs])
         except RouteError as error:  # here the caller's mistake, not a hop's
             raise InvalidRequest(f"{ROUTE}: {error.message}", field=ROUTE) from error
 
-    def _hops(self) -> list[Hop]:
-        """The shards that may be used for something new: there, not draining, of one model.
+    def _sort_out(self) -> None:
+        """Find the shards that may be used for something new: there, not draining, of one model.
 
         Which model is said by the shards that were proven, also those that are gone, as long as
         one of them is there; else by the first one configured.
         """
         if not any(status.is_proven for status in self.status):
-            self._proven.clear()
-        hops: list[Hop] = []
+            self._model.clear()
+        self._usable = []
         for status in self.status:
             if status.info is None or status.info.draining:
                 continue
             try:
-                hop = hop_of(status.spec, status.info.facts(), status.info.boot_id)
-                for other in (*self._proven.values(), *hops):
+                hop = _hop(status.spec, status.info)
+                for other in (*self._model.values(), *self._usable):
                     check_same_model(other, hop)
-                for other in hops:
+                for other in self._usable:
                     check_other_process(other, hop)
             except RouteError as error:
                 self._note_error(status, error)
             else:
                 self._note_error(status, None)
-                hops.append(hop)
-        return hops
+                self._usable.append(hop)
 
     def _note_error(self, status: HopStatus, error: MeshError | None) -> None:
         self._status[status.spec.endpoint] = replace(status, error=error)
@@ -231,7 +239,7 @@ class RouteBook:
         info = self._status[hop.endpoint].info
         return self._sessions[hop.endpoint], info.cache.sessions if info else 0
 
-    def _explained(self, hops: Sequence[Hop]) -> RouteError:
+    def _explained(self) -> RouteError:
         """Why there is no route over proven shards, as far as one reason can say it."""
         for status in self.status:
             if status.error is not None:
@@ -241,7 +249,7 @@ class RouteBook:
                     **members,
                 )
         try:
-            choose_route(hops, self._load)
+            choose_route(self._usable, self._load)
         except RouteError as error:
             return error
         return RouteError("no token went through the route yet")
@@ -273,8 +281,12 @@ class RouteBook:
             )
         status = self._status[endpoint]
         self._status[endpoint] = replace(status, info=info, error=None)
-        self._hops()  # refuses it at once, if it is of another model
+        self._sort_out()
         return info
+
+
+def _hop(spec: HopSpec, info: ShardInfo) -> Hop:
+    return make_hop(spec, info.facts(), info.boot_id)
 
 
 class PinnedShards:
