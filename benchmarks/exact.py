@@ -18,7 +18,7 @@ from tempfile import TemporaryDirectory
 from time import perf_counter
 
 from benchmarks.library_head import LibraryHead, WatchedHop, open_hops, open_library_head
-from benchmarks.results import write_result
+from benchmarks.results import RESULTS, write_result
 from meshnet.head.hop_client import HopAnswer, HopClient
 from meshnet.text.tokenizer import ChatTokenizer
 from meshnet.topology import even_spans
@@ -132,7 +132,7 @@ def main() -> int:
     for name, value in asdict(result).items():
         print(f"{name:26} {value}")
     print("bit-identical" if result.holds else "NOT bit-identical")
-    write_result("exact", asdict(result))
+    write_result(RESULTS / "exact.json", asdict(result))
     return 0 if result.holds else 1
 
 

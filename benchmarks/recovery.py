@@ -19,7 +19,7 @@ from tempfile import TemporaryDirectory
 from time import perf_counter
 
 from benchmarks.library_head import LibraryHead, open_library_head
-from benchmarks.results import write_result
+from benchmarks.results import RESULTS, write_result
 from meshnet.generation import Sampling
 from meshnet.head.pipeline import Pipeline
 from meshnet.head.replay import ReplayMode
@@ -105,7 +105,7 @@ def main() -> None:
     parser.add_argument("model", type=Path)
     costs = asyncio.run(measure(parser.parse_args().model.resolve()))
     print_table(costs)
-    write_result("recovery", [asdict(cost) for cost in costs])
+    write_result(RESULTS / "recovery.json", [asdict(cost) for cost in costs])
 
 
 if __name__ == "__main__":

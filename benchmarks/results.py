@@ -8,7 +8,7 @@ from pathlib import Path
 RESULTS = Path(__file__).parent / "results"
 
 
-def write_result(name: str, value: object) -> None:
-    """Write `benchmarks/results/NAME.json`."""
-    RESULTS.mkdir(exist_ok=True)
-    (RESULTS / f"{name}.json").write_text(json.dumps(value, indent=1) + "\n")
+def write_result(path: Path, value: object) -> None:
+    """Write figures as JSON."""
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(json.dumps(value, indent=1) + "\n")

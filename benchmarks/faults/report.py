@@ -8,11 +8,12 @@ from pathlib import Path
 from statistics import median
 from typing import Final
 
+from benchmarks import results
 from benchmarks.faults.matrix import FAULTS, FLEETS, Fault
 from benchmarks.faults.verdict import Verdict
 
 ROOT: Final = Path(__file__).parents[2]
-RESULTS: Final = ROOT / "benchmarks/results/faults.json"
+RESULTS: Final = results.RESULTS / "faults.json"
 PAGE: Final = ROOT / "docs/failure-modes.md"
 
 _INTRODUCTION: Final = """\

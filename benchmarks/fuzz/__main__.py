@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import sys
 from collections import Counter
 from contextlib import AsyncExitStack
@@ -26,10 +25,9 @@ from tempfile import TemporaryDirectory
 
 from benchmarks.fuzz.siege import Siege, besieged
 from benchmarks.fuzz.victims import Broken
+from benchmarks.results import RESULTS, write_result
 from meshnet.text.model_files import read_facts
 from meshnet.topology import LayerSpan
-
-RESULTS = Path(__file__).parents[1] / "results/fuzz.json"
 
 
 async def fuzz(model: Path, seconds: float, seed: int) -> list[Siege]:
@@ -97,12 +95,11 @@ def main() -> int:
     parser.add_argument("model", type=Path)
     parser.add_argument("--seconds", type=float, default=300.0)
     parser.add_argument("--seed", type=int, default=SystemRandom().randrange(2**31))
-    parser.add_argument("--results", type=Path, default=RESULTS)
+    parser.add_argument("--results", type=Path, default=RESULTS / "fuzz.json")
     args = parser.parse_args()
     sieges = asyncio.run(fuzz(args.model.resolve(), args.seconds, args.seed))
     print_tables(sieges)
-    args.results.parent.mkdir(exist_ok=True)
-    args.results.write_text(json.dumps(summary(sieges, args.seconds, args.seed), indent=2) + "\n")
+    write_result(args.results, summary(sieges, args.seconds, args.seed))
     return _tell_faults(sieges, args.seed)
 
 

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -27,6 +26,7 @@ from time import monotonic
 
 import httpx
 
+from benchmarks.results import RESULTS, write_result
 from benchmarks.soak.asking import Outcome, Reply, ask
 from benchmarks.soak.catalogue import Question, catalogue
 from benchmarks.soak.killer import Killer
@@ -35,7 +35,6 @@ from benchmarks.soak.traffic import HANG_S, Record, Traffic
 from meshnet.topology import LayerSpan, even_spans
 from services.cli.cluster import LocalCluster, Member
 
-RESULTS = Path(__file__).parents[1] / "results/soak.json"
 N_CLIENTS = 4
 SETTLE_S = 120.0
 """For shards that were just killed to come back, and for the last sessions to be closed."""
@@ -176,14 +175,12 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=30.0)
     parser.add_argument("--seed", type=int, default=SystemRandom().randrange(2**31))
     parser.add_argument("--standby", action="store_true")
-    parser.add_argument("--results", type=Path, default=RESULTS)
+    parser.add_argument("--results", type=Path, default=RESULTS / "soak.json")
     args = parser.parse_args()
     seconds = 60 * args.minutes
     run = asyncio.run(soak(args.model.resolve(), seconds, args.seed, standby=args.standby))
-    summary = json.dumps({"seed": args.seed} | run.summary(), indent=2)
-    print(summary)
-    args.results.parent.mkdir(exist_ok=True)
-    args.results.write_text(summary + "\n")
+    write_result(args.results, {"seed": args.seed} | run.summary())
+    print(args.results.read_text())
     violations = run.violations()
     for violation in violations[:20]:
         print(f"\n{violation}")

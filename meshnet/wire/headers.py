@@ -197,12 +197,7 @@ def parse_epoch(text: str | None) -> int:
     try:
         return _EPOCH.validate_python("0" if text is None else text)
     except ValidationError as error:
-        raise InvalidRequest(
-            f"{EPOCH}: {(text or '')[:200]!r} is no epoch",
-            field=EPOCH,
-            value=(text or "")[:200],
-            allowed=_ALLOWED[EPOCH],
-        ) from error
+        raise _malformed(EPOCH, "epoch", text or "") from error
 
 
 def parse_dtype(text: str) -> Dtype:
@@ -214,12 +209,7 @@ def parse_dtype(text: str) -> Dtype:
     for dtype in ITEMSIZE:
         if dtype == text:
             return dtype
-    raise InvalidRequest(
-        f"{DTYPE}: {text[:200]!r} is no dtype",
-        field=DTYPE,
-        value=text[:200],
-        allowed=_ALLOWED[DTYPE],
-    )
+    raise _malformed(DTYPE, "dtype", text)
 
 
 def parse_shape(text: str) -> tuple[int, ...]:
@@ -231,9 +221,11 @@ def parse_shape(text: str) -> tuple[int, ...]:
     try:
         return _SHAPE.validate_python(text)
     except ValidationError as error:
-        raise InvalidRequest(
-            f"{SHAPE}: {text[:200]!r} is no shape",
-            field=SHAPE,
-            value=text[:200],
-            allowed=_ALLOWED[SHAPE],
-        ) from error
+        raise _malformed(SHAPE, "shape", text) from error
+
+
+def _malformed(header: str, what: str, text: str) -> InvalidRequest:
+    value = text[:200]  # a limit, so that an error is never a copy of the input
+    return InvalidRequest(
+        f"{header}: {value!r} is no {what}", field=header, value=value, allowed=_ALLOWED[header]
+    )

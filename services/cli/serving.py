@@ -37,8 +37,9 @@ StopWithStdin = Annotated[
 def serve(make_app: Callable[[], FastAPI], *, host: str, port: int) -> None:
     """Serve until SIGINT or SIGTERM, then drain; a second signal stops at once.
 
-    The app's `state.drain` refuses what is new, finishes what it has, and returns when that is
-    done or its own limit is over. Meanwhile everything is answered, so that callers learn why.
+    The app's `state.drain`, which its start sets, refuses what is new, finishes what it has, and
+    returns when that is done or its own limit is over. Meanwhile everything is answered, so that
+    callers learn why.
 
     Raises:
         BadOption: The port is taken.
@@ -48,7 +49,7 @@ def serve(make_app: Callable[[], FastAPI], *, host: str, port: int) -> None:
     made = make_app()
     app = _StartupWatch(made)
     server = _DrainingServer(
-        made.state.drain,
+        lambda: made.state.drain(),  # made when the app starts
         uvicorn.Config(
             app,
             host=host,

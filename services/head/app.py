@@ -36,7 +36,7 @@ class LifespanState(TypedDict):
 def create_app(
     settings: HeadSettings | None = None, *, tokenizer: ChatTokenizer | None = None
 ) -> FastAPI:
-    """Make the app. Its `state.drain` takes no new request and waits for the running ones to end.
+    """Make the app. Once started, its `state.drain` ends requests in order and begins none.
 
     Args:
         settings: None reads the environment (`MESHNET_HEAD_*`).
@@ -48,13 +48,11 @@ def create_app(
     config = settings or HeadSettings()  # pyright: ignore[reportCallIssue]  # from environment
     configure_logging(config.log_format)
 
-    heads: list[Head] = []
-
     @asynccontextmanager
-    async def lifespan(_: FastAPI) -> AsyncGenerator[LifespanState]:
+    async def lifespan(app: FastAPI) -> AsyncGenerator[LifespanState]:
         loaded = tokenizer or await asyncio.to_thread(ChatTokenizer.load, config.model)
         async with open_head(config, loaded) as head:
-            heads.append(head)
+            app.state.drain = head.drain
             poll = asyncio.create_task(head.readiness.poll(config.route_poll_s))
             try:
                 yield {"head": head}
@@ -63,12 +61,7 @@ def create_app(
                 with suppress(asyncio.CancelledError):
                     await poll
 
-    async def drain() -> None:
-        for head in heads:
-            await head.drain()
-
     app = FastAPI(title="Meshnet", lifespan=lifespan, redirect_slashes=False)
-    app.state.drain = drain
     app.include_router(openai)
     app.include_router(operations)
     app.add_middleware(RequestIdMiddleware)

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncGenerator, Callable, Coroutine
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from time import monotonic
 from typing import TypedDict
 
@@ -43,7 +44,7 @@ def create_app(
     stage: StageModel | None = None,
     clock: Callable[[], float] = monotonic,
 ) -> FastAPI:
-    """Make the app. Its `state.drain` takes no new session and waits for those held to end.
+    """Make the app. Once started, its `state.drain` ends sessions in order and begins none.
 
     Args:
         settings: None reads the environment (`MESHNET_SHARD_*`).
@@ -56,10 +57,8 @@ def create_app(
     config = settings or ShardSettings()  # pyright: ignore[reportCallIssue]  # from environment
     configure_logging(config.log_format)
 
-    hosts: list[ShardHost] = []
-
     @asynccontextmanager
-    async def lifespan(_: FastAPI) -> AsyncGenerator[LifespanState]:
+    async def lifespan(app: FastAPI) -> AsyncGenerator[LifespanState]:
         async with AsyncExitStack() as stack:
             # A model that cannot be split as asked stops the start here, with its reason.
             loader = _Ready(stage) if stage else await asyncio.to_thread(_plan, config)
@@ -77,17 +76,12 @@ def create_app(
             else:
                 await stack.enter_async_context(_background(host.load()))
             await stack.enter_async_context(_background(_sweep(host, config)))
-            hosts.append(host)
+            app.state.drain = partial(host.drain, config.drain_timeout_s)
             yield {"host": host, "metrics": ShardMetrics(), "settings": config}
-
-    async def drain() -> None:
-        for host in hosts:
-            await host.drain(config.drain_timeout_s)
 
     app = FastAPI(
         title="Meshnet shard", lifespan=lifespan, openapi_url=None, redirect_slashes=False
     )
-    app.state.drain = drain
     app.include_router(health)
     app.include_router(protocol)
     app.add_exception_handler(MeshError, on_mesh_error)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from contextlib import AsyncExitStack
+from collections.abc import AsyncGenerator
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -264,11 +265,11 @@ def _pair(ours: dict[str, Any], theirs: dict[str, Any]) -> list[StageModel]:
     ]
 
 
-@pytest.mark.parametrize(("ours", "theirs"), DIFFERENCES)
-async def test_shards_that_differ_are_refused_naming_both_values(
+@asynccontextmanager
+async def _pair_served(
     ours: dict[str, Any], theirs: dict[str, Any]
-) -> None:
-    """Before any step: 503 and `/readyz` with the endpoint and the two values that differ."""
+) -> AsyncGenerator[tuple[list[Shard], httpx.AsyncClient]]:
+    """Both of them behind a head, the second one entered where the first one ends."""
     async with AsyncExitStack() as stack:
         shards = [
             await stack.enter_async_context(serve_shard(stage)) for stage in _pair(ours, theirs)
@@ -278,6 +279,15 @@ async def test_shards_that_differ_are_refused_naming_both_values(
             HopSetting(endpoint=shards[1].url, start_layer=3),
         )
         _, client = await stack.enter_async_context(serve_head([], route=route))
+        yield shards, client
+
+
+@pytest.mark.parametrize(("ours", "theirs"), DIFFERENCES)
+async def test_shards_that_differ_are_refused_naming_both_values(
+    ours: dict[str, Any], theirs: dict[str, Any]
+) -> None:
+    """Before any step: 503 and `/readyz` with the endpoint and the two values that differ."""
+    async with _pair_served(ours, theirs) as (shards, client):
         body = body_of(spell(PROMPT), stream=True)
         refused = await client.post("/v1/chat/completions", json=body)
         assert refused.status_code == 503, refused.text
@@ -307,15 +317,7 @@ async def test_what_cannot_be_compared_does_not_part_shards(
     ours: dict[str, Any], theirs: dict[str, Any]
 ) -> None:
     """Digests of different kinds, or missing ones, say nothing: the route is served."""
-    async with AsyncExitStack() as stack:
-        shards = [
-            await stack.enter_async_context(serve_shard(stage)) for stage in _pair(ours, theirs)
-        ]
-        route = (
-            HopSetting(endpoint=shards[0].url),
-            HopSetting(endpoint=shards[1].url, start_layer=3),
-        )
-        _, client = await stack.enter_async_context(serve_head([], route=route))
+    async with _pair_served(ours, theirs) as (_, client):
         await eventually(lambda: _serves(client), within_s=10)
         answer = await client.post("/v1/chat/completions", json=body_of(spell(PROMPT)))
         assert answer.json()["choices"][0]["message"]["content"] == TEXT
