@@ -127,6 +127,9 @@ class WatchedHop(HopClient):
 class _NoText(Detokenizer):
     """Ids are all that is asked for."""
 
+    def __init__(self, *, skip_special_tokens: bool) -> None:
+        del skip_special_tokens
+
     def push(self, token_id: int) -> str:
         del token_id
         return ""

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import re
+import zlib
 from collections.abc import Callable
 from random import Random
 from typing import Final, cast
 
 from meshnet.wire import headers
+
+
+def _context_of_mask(mask: bytes) -> bytes:
+    return b'{"allowed": "%s"}' % base64.b64encode(zlib.compress(mask))
+
 
 TEXTS: Final = (
     *(b"", b" ", b"a b", b"a\tb", b"a/b", b"../../etc/passwd", b"%00", b"%0d%0aX: y", b"a;b", b'"'),
@@ -43,6 +50,9 @@ SAMPLINGS: Final = (
     *('{"seed": -9223372036854775809}', '{"seed": 1e40}', '{"seed": {}}', '{"unknown": 1}'),
     *("[" * 9000, '{"seed":' * 2000, '{"a": "\\ud800"}', '{"temperature": 1', '{"\\u0000": 1}'),
     *('{"temperature": 3}', '{"logit_bias": {"1": 9}}', '{"seed": 1, "__class__": 2}'),
+    *('{"min_p": 1.1}', '{"min_p": -1}', '{"frequency_penalty": 2.1}', '{"top_logprobs": 21}'),
+    *('{"presence_penalty": -2.1}', '{"repetition_penalty": 0}', '{"repetition_penalty": 1e-300}'),
+    *('{"top_logprobs": -1}', '{"frequency_penalty": NaN}', '{"%s": 1}' % ("x" * 9000)),
 )
 """Every one is refused."""
 
@@ -51,8 +61,49 @@ EXTREME_SAMPLINGS: Final = (
     *('{"temperature": 2, "top_p": 0}', '{"temperature": 1e-5, "top_p": 5e-324}'),
     *('{"temperature": 5e-324}', '{"temperature": 2, "seed": -9223372036854775808}'),
     '{"seed": 9223372036854775807, "temperature": 2, "top_k": 1, "top_p": 1}',
+    '{"temperature": 2, "min_p": 1, "repetition_penalty": 0.01, "top_logprobs": 20}',
+    '{"temperature": 1e-5, "frequency_penalty": -2, "presence_penalty": 2, "top_logprobs": 0}',
+    '{"repetition_penalty": 10, "frequency_penalty": 2, "min_p": 5e-324, "temperature": 2}',
 )
 """Every one is taken."""
+
+CONTEXTS: Final = (
+    *(b"{", b"[]", b"7", b"null", b'"x"', b"\0", b"\xff\xfe", b"{}{}", b"{} x", b" ", b"nul", b"'"),
+    *(b"[" * 100_000, b'{"prompt_ids":' * 5000, b"9" * 100_000, b'{"a": "\\ud800"}'),
+    *(b'{"unknown": 1}', b'{"%s": 1}' % (b"x" * 100_000), b'{"x": [%s[]]}' % (b"[]," * 30_000)),
+    *(
+        b'{"prompt_ids": [-1]}',
+        b'{"prompt_ids": 1}',
+        b'{"prompt_ids": {}}',
+        b'{"prompt_ids": [1.5]}',
+    ),
+    *(b'{"prompt_ids": [2147483647]}', b'{"prompt_ids": [2147483648]}', b'{"prompt_ids": [1e999]}'),
+    *(b'{"generated_ids": [%s]}' % (b"-1," * 30_000 + b"-1"), b'{"generated_ids": [[]]}'),
+    *(b'{"banned_ids": [999999999]}', b'{"banned_ids": ["x"]}', b'{"banned_ids": null}'),
+    *(
+        b'{"logit_bias": {"999999999": 1}}',
+        b'{"logit_bias": {"-1": 1}}',
+        b'{"logit_bias": {"": 1}}',
+    ),
+    *(
+        b'{"logit_bias": {"1": 100.1}}',
+        b'{"logit_bias": {"1": NaN}}',
+        b'{"logit_bias": {"1": 1e999}}',
+    ),
+    *(
+        b'{"logit_bias": {"1": null}}',
+        b'{"logit_bias": []}',
+        b'{"logit_bias": {"%s": 1}}' % (b"9" * 50_000),
+    ),
+    b'{"logit_bias": {%s}}' % b",".join(b'"%d": 1' % i for i in range(1025)),
+    b'{"logit_bias": {%s}}' % b",".join(b'"x%d": 1' % i for i in range(10_000)),
+    *(b'{"next_ids": [999999999]}', b'{"next_ids": [%s1]}' % (b"1," * 50_000)),
+    *(b'{"allowed": 1}', b'{"allowed": ""}', b'{"allowed": "AAAA"}', b'{"allowed": "\\u00e9"}'),
+    *(b'{"allowed": "A"}', b'{"allowed": []}', b'{"allowed": "%s"}' % (b"A" * 100_000)),
+    *(_context_of_mask(mask) for mask in (b"", bytes(100), bytes(2**20), bytes(2**26))),
+    _context_of_mask(b"\1")[:-9] + b'"}',
+)
+"""Every one is refused, behind a step of a few tokens."""
 
 _TOKEN: Final = re.compile(rb"[A-Za-z0-9._-]{1,128}")
 _TOKENS: Final = (
@@ -70,6 +121,7 @@ STEP_HEADERS: Final = (
     *_TOKENS,
     *_NUMBERS,
     *(headers.CACHE, headers.SHAPE, headers.DTYPE, headers.SAMPLING, headers.TRACEPARENT),
+    headers.CONTEXT_BYTES,
 )
 
 
@@ -109,6 +161,7 @@ def is_legal(name: str, value: bytes) -> bool:
         headers.SHAPE: lambda: _may_be_shape(text),
         headers.SAMPLING: lambda: _may_be_sampling(text),
         headers.TRACEPARENT: lambda: len(text) <= 256,
+        headers.CONTEXT_BYTES: lambda: _is_number(text) and int(text) <= headers.MAX_CONTEXT_BYTES,
     }
     return judges[name]()
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from random import Random
 from typing import Final
 
-from benchmarks.fuzz import body_cases, header_cases, http_cases, session_cases
+from benchmarks.fuzz import body_cases, context_cases, header_cases, http_cases, session_cases
 from benchmarks.fuzz.case import Bench, Case
 
 Kind = Callable[[Bench, Random], Case]
@@ -25,6 +25,12 @@ _FOR_ALL: Final[dict[Kind, int]] = {
     body_cases.token_ids: 4,
     body_cases.largest_body: 1,
     body_cases.stateless: 3,
+    context_cases.hostile_context: 10,
+    context_cases.nothing_left: 1,
+    context_cases.context_length: 4,
+    context_cases.context_without_sampling: 1,
+    context_cases.spoilt_context: 4,
+    context_cases.extreme_context: 4,
     session_cases.other_entry: 4,
     session_cases.no_key: 5,
     session_cases.repeat: 4,

@@ -7,6 +7,7 @@ from typing import Final
 
 from benchmarks.fuzz import hostile
 from benchmarks.fuzz.case import Bench, Case
+from benchmarks.fuzz.steps import with_context
 from meshnet.wire import headers
 
 _SESSION_PATHS: Final = (
@@ -21,7 +22,7 @@ def other_entry(bench: Bench, rng: Random) -> Case:
     layer = rng.randrange(info.start_layer + 1, info.end_layer)
     step = bench.next_step(rng).having(headers.START_LAYER, str(layer))
     step = step.having(headers.SHAPE, bench.maker.shape(1, ids=False))
-    step = step.having(headers.DTYPE, info.dtype)
+    step = step.having(headers.DTYPE, info.dtype).without(headers.CONTEXT_BYTES)
     step = step.having_body(bench.maker.tensor(rng, 1, ids=False))
     return Case("other start layer", step.encode(), frozenset({409}))
 
@@ -42,10 +43,11 @@ def no_key(bench: Bench, rng: Random) -> Case:
 
 
 def repeat(bench: Bench, rng: Random) -> Case:
-    """The last step once more, with another body: the stored answer, and nothing is run."""
-    victim = rng.choice(bench.victims)
-    body = bench.maker.tensor(rng, 1)
-    data = victim.last_step().having_body(body).encode()
+    """The last step once more, with all else in it: the stored answer, and nothing is run."""
+    victim, maker = rng.choice(bench.victims), bench.maker
+    step = victim.last_step().without(headers.CONTEXT_BYTES).having_body(maker.tensor(rng, 1))
+    step = step.having(headers.SAMPLING, rng.choice(hostile.EXTREME_SAMPLINGS))
+    data = with_context(step, maker.context(rng)).encode()
     return Case("repeat", data, frozenset({200}), answer=victim.last_answer)
 
 

@@ -8,12 +8,22 @@ from random import Random
 from typing import Final
 
 from benchmarks.fuzz.raw_http import Request
-from meshnet.generation import Sampling
+from meshnet.generation import Sampling, SamplingContext
 from meshnet.wire import headers
+from meshnet.wire.context import render_context
 from meshnet.wire.messages import ShardInfo
 
-HOT: Final = Sampling(temperature=2.0, seed=7)
+HOT: Final = Sampling(
+    temperature=2.0, seed=7, frequency_penalty=0.5, repetition_penalty=1.1, top_logprobs=2
+)
 """At this temperature hardly a state is changed without another token being drawn."""
+
+
+def with_context(step: Request, context: bytes) -> Request:
+    """With this sampling context behind the tensor, instead of any that is there."""
+    there = int(dict(step.headers).get(headers.CONTEXT_BYTES.encode(), b"0"))
+    tensor = step.body[: len(step.body) - there]
+    return step.having(headers.CONTEXT_BYTES, str(len(context))).having_body(tensor + context)
 
 
 @dataclass(frozen=True)
@@ -38,6 +48,11 @@ class StepMaker:
         """Whether it samples."""
         return self.info.end_layer == self.info.n_layers
 
+    @property
+    def mask_nbytes(self) -> int:
+        """Bytes of a mask of the whole vocabulary."""
+        return (self.info.vocab_size + 7) // 8
+
     def request(self, method: str, path: str) -> Request:
         """A request with the key."""
         key = f"Bearer {self.cluster_key}"
@@ -60,6 +75,23 @@ class StepMaker:
         """The shape of such a tensor."""
         takes_ids = self.takes_ids if ids is None else ids
         return f"1,{n_tokens}" if takes_ids else f"1,{n_tokens},{self.info.hidden_size}"
+
+    def context(self, rng: Random) -> bytes:
+        """A sampling context of all that a decode can have; half of them have a mask."""
+
+        def ids() -> tuple[int, ...]:
+            return tuple(rng.randrange(self.info.vocab_size) for _ in range(rng.randint(1, 20)))
+
+        mask = rng.randbytes(self.mask_nbytes)
+        return render_context(
+            SamplingContext(
+                prompt_ids=ids(),
+                generated_ids=ids(),
+                logit_bias={token_id: rng.uniform(-100, 100) for token_id in ids()},
+                banned_ids=ids(),
+                allowed=mask if rng.random() < 0.5 else None,
+            )
+        )
 
     def step(
         self, session: str, past_len: int, n_tokens: int, body: bytes, *, step_id: str

@@ -8,7 +8,7 @@ from random import Random
 from typing import Final
 
 from benchmarks.fuzz.raw_http import Answer, Request, exchange
-from benchmarks.fuzz.steps import StepMaker
+from benchmarks.fuzz.steps import StepMaker, with_context
 from meshnet.wire import headers
 
 N_MADE: Final = 2
@@ -93,7 +93,10 @@ async def new_victim(port: int, maker: StepMaker, session: str, rng: Random) -> 
     lengths = [rng.randint(2, 24), *(1 for _ in range(N_MADE - 1 + N_CONTINUED))]
     pasts = [sum(lengths[:i]) for i in range(len(lengths))]
     steps = [
-        maker.step(session, past, n, maker.tensor(rng, n), step_id=f"{session}-at-{past}")
+        with_context(
+            maker.step(session, past, n, maker.tensor(rng, n), step_id=f"{session}-at-{past}"),
+            maker.context(rng),
+        )
         for past, n in zip(pasts, lengths, strict=True)
     ]
     victim = Victim(session, maker, steps, pasts[N_MADE])

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from meshnet.errors import MeshError
-from meshnet.generation import Sampling
+from meshnet.generation import NO_CONTEXT, Sampling, SamplingContext
 from meshnet.head.hop_client import HopClient
 from meshnet.topology import Hop
 from meshnet.wire.frames import Frame
@@ -30,12 +30,14 @@ class Call:
         frame: The hop's input.
         past_len: Tokens that the hop must already hold.
         sampling: How the tail samples; None samples nothing.
+        context: What its answer depends on besides.
     """
 
     mode: CacheMode
     frame: Frame
     past_len: int
     sampling: Sampling | None = None
+    context: SamplingContext = NO_CONTEXT
 
 
 class Shards(Protocol):

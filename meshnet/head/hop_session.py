@@ -31,6 +31,7 @@ from meshnet.head.recovery import Tries, is_passing
 from meshnet.head.replay import InputLog
 from meshnet.ids import SessionId, new_id
 from meshnet.topology import Hop
+from meshnet.wire.context import render_context
 from meshnet.wire.frames import Dtype, Frame, nbytes
 from meshnet.wire.headers import StepHeaders
 from meshnet.wire.messages import TailAnswer
@@ -42,6 +43,9 @@ _TRIES_AT_ONE_SHARD = 1
 
 _EXACT_TRIES = 2
 """After more failures in one step, over all hops, a hop is fed again in bulk."""
+
+_SCORE_BYTES = 1024
+"""The most that a scored token takes in a tail's answer: its own number and 20 others."""
 
 
 class HopSession:
@@ -208,6 +212,7 @@ class HopSession:
     async def _send(self, call: Call, step_id: str) -> Frame | TailAnswer:
         hop, facts = self.hop, self.hop.facts
         cached = call.mode != "stateless"
+        context = render_context(call.context)
         step = StepHeaders(
             session=self._session,
             cache=call.mode,
@@ -220,15 +225,19 @@ class HopSession:
             epoch=self._epoch if cached else 0,
             boot=hop.boot_id or None,
             sampling=call.sampling,
+            context_bytes=len(context),
             request_id=self._trace.request_id,
             traceparent=self._trace.traceparent,
         )
         n_tokens = call.frame.n_tokens
         sent = self._shards.client(hop.endpoint).step(
             step,
-            call.frame.data,
+            call.frame.data + context,
             limit_s=self._times.limit_s(hop.endpoint, n_tokens),
-            max_answer_bytes=nbytes(cast("Dtype", facts.dtype), (n_tokens, facts.hidden_size)),
+            max_answer_bytes=max(
+                nbytes(cast("Dtype", facts.dtype), (n_tokens, facts.hidden_size)),
+                _SCORE_BYTES * len(call.context.next_ids),
+            ),
         )
         # Law 7: cancelling inside an httpx call can leak a place in its pool for good, so the call
         # goes on, and ends by its own limits.

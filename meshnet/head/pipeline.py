@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import pairwise
 
 from meshnet.errors import HopProtocolError, InputsDropped
-from meshnet.generation import Sampling
+from meshnet.generation import NO_CONTEXT, Sampling, SamplingContext, TokenScore
 from meshnet.head.background import Background
 from meshnet.head.call import Call, Shards, Trace
 from meshnet.head.hop_session import HopSession
@@ -93,29 +94,61 @@ class Pipeline:
         """Where to close it, so that a cancelled request cannot leave it open."""
         return self._kit.background
 
-    async def prefill(self, ids: Sequence[int], sampling: Sampling) -> TailAnswer:
+    async def prefill(
+        self,
+        ids: Sequence[int],
+        sampling: Sampling,
+        context: SamplingContext = NO_CONTEXT,
+        *,
+        score: bool = False,
+    ) -> TailAnswer:
         """Run a prompt, chunk by chunk; the tail samples after the last one only.
+
+        Args:
+            ids: The prompt.
+            sampling: How the tail samples.
+            context: What its answer depends on besides.
+            score: Have every token but the first scored, in the answer's `prompt_scores`.
 
         Raises:
             MeshError: As `stateless_step`.
         """
-        *chunks, last = self._chunks(ids)
-        for chunk in chunks:
-            await self._cached_step("prefill", chunk, None)
-        return await self._cached_step("prefill", last, sampling)
+        chunks = self._chunks(ids)
+        scores: list[TokenScore] = []
+        for chunk, following in pairwise(chunks):
+            if score:
+                known = NO_CONTEXT.scoring((*chunk[1:], following[0]))
+                scored = await self._cached_step("prefill", chunk, sampling, known)
+                scores.extend(scored.prompt_scores)
+            else:
+                await self._cached_step("prefill", chunk)
+        if score:
+            context = context.scoring(chunks[-1][1:])
+        answer = await self._cached_step("prefill", chunks[-1], sampling, context)
+        return answer.model_copy(update={"prompt_scores": (*scores, *answer.prompt_scores)})
 
-    async def decode(self, token_id: int, sampling: Sampling) -> TailAnswer:
+    async def decode(
+        self, token_id: int, sampling: Sampling, context: SamplingContext = NO_CONTEXT
+    ) -> TailAnswer:
         """Run the last token. Raises as `stateless_step`."""
-        return await self._cached_step("decode", [token_id], sampling)
+        return await self._cached_step("decode", [token_id], sampling, context)
 
-    async def stateless_step(self, ids: Sequence[int], sampling: Sampling) -> TailAnswer:
+    async def stateless_step(
+        self,
+        ids: Sequence[int],
+        sampling: Sampling,
+        context: SamplingContext = NO_CONTEXT,
+        *,
+        score: bool = False,
+    ) -> TailAnswer:
         """Run a whole sequence, of which nothing is kept.
 
         Raises:
             RecoveryExhausted: A hop or a state was lost and did not come back in time.
             MeshError: What a hop refused a step with.
         """
-        call = Call("stateless", Frame.of_token_ids(ids), 0, sampling)
+        context = context.scoring(ids[1:]) if score else context
+        call = Call("stateless", Frame.of_token_ids(ids), 0, sampling, context)
         return await self._through(call, self._kit.recovery.begin())
 
     async def close(self) -> None:
@@ -123,11 +156,15 @@ class Pipeline:
         await asyncio.gather(*(hop.close() for hop in self._hops))
 
     async def _cached_step(
-        self, mode: CacheMode, ids: Sequence[int], sampling: Sampling | None
+        self,
+        mode: CacheMode,
+        ids: Sequence[int],
+        sampling: Sampling | None = None,
+        context: SamplingContext = NO_CONTEXT,
     ) -> TailAnswer:
         """Run the tokens that come next, which every hop then holds."""
         tries = self._kit.recovery.begin()
-        call = Call(mode, Frame.of_token_ids(ids), len(self._ids), sampling)
+        call = Call(mode, Frame.of_token_ids(ids), len(self._ids), sampling, context)
         anew = False
         while True:
             try:
@@ -158,8 +195,7 @@ class Pipeline:
         for hop in others:
             result = await hop.step(Call(call.mode, frame, call.past_len), tries)
             frame = _as_hidden(result, call.frame.n_tokens, hop.hop.endpoint)
-        last = Call(call.mode, frame, call.past_len, call.sampling)
-        answer = await tail.step(last, tries)
+        answer = await tail.step(replace(call, frame=frame), tries)
         if not isinstance(answer, TailAnswer):
             endpoint = tail.hop.endpoint
             raise HopProtocolError(f"{endpoint} answered hidden states", endpoint=endpoint)

@@ -1,17 +1,21 @@
 """A stage without torch for tests of everything around the model.
 
 Its hidden states carry the token ids, so that each stage sees the whole history, and the tail's
-next token is a digest of it: a lost, mixed up or doubled cache changes the text.
+next token is a digest of it: a lost, mixed up or doubled cache changes the text. So does a lost
+context: penalties, bias, bans and masks count. Temperature and what goes with it does not.
 """
 
 from __future__ import annotations
 
 import hashlib
 from array import array
+from collections import Counter
 from dataclasses import dataclass, field
+from math import exp, log
 from typing import cast
 
 from meshnet.errors import StageError
+from meshnet.generation import Sampling, SamplingContext, TokenScore, is_allowed
 from meshnet.model.interface import CacheState, StageOutput, StageStep
 from meshnet.topology import LayerSpan, ShardFacts
 from meshnet.wire.frames import Frame
@@ -56,6 +60,56 @@ def next_token(ids: list[int], vocab_size: int) -> int:
     return int.from_bytes(digest[:4], "big") % vocab_size
 
 
+def next_logits(ids: list[int], vocab_size: int) -> list[float]:
+    """What the fake model thinks of each token after `ids`.
+
+    1 for `next_token`, and ever less for the ids above it, round to the one below it: so close
+    together that every penalty makes a difference.
+    """
+    best = next_token(ids, vocab_size)
+    return [1 - (token - best) % vocab_size / vocab_size for token in range(vocab_size)]
+
+
+def pick_token(
+    ids: list[int], vocab_size: int, sampling: Sampling, context: SamplingContext
+) -> int:
+    """The token of the best logit, penalised and biased, that may be picked.
+
+    Raises:
+        StageError: No token may be picked.
+    """
+    if context.is_empty:
+        return next_token(ids, vocab_size)
+    logits = next_logits(ids, vocab_size)
+    for token in {*context.prompt_ids, *context.generated_ids}:
+        logits[token] /= sampling.repetition_penalty
+    for token, count in Counter(context.generated_ids).items():
+        logits[token] -= sampling.frequency_penalty * count + sampling.presence_penalty
+    for token, bias in context.logit_bias.items():
+        logits[token] += bias
+    may_be_picked = [
+        token
+        for token in range(vocab_size)
+        if token not in context.banned_ids
+        and (context.allowed is None or is_allowed(context.allowed, token))
+    ]
+    if not may_be_picked:
+        raise StageError("no token may be picked: none is allowed, or all are banned")
+    return max(may_be_picked, key=logits.__getitem__)
+
+
+def score_token(ids: list[int], token_id: int, vocab_size: int, n_top: int) -> TokenScore:
+    """The score of `token_id` after `ids`, out of the softmax of the logits."""
+    logits = next_logits(ids, vocab_size)
+    log_sum = log(sum(map(exp, logits)))
+    ranked = sorted(range(vocab_size), key=logits.__getitem__, reverse=True)
+    return TokenScore(
+        token_id=token_id,
+        logprob=logits[token_id] - log_sum,
+        top=tuple((token, logits[token] - log_sum) for token in ranked[:n_top]),
+    )
+
+
 class FakeStage:
     """A StageModel whose layers do nothing."""
 
@@ -88,7 +142,19 @@ class FakeStage:
             return Frame("float32", (1, len(ids), HIDDEN_SIZE), array("f", flat).tobytes())
         if step.sampling is None:
             return TailAnswer()
-        return TailAnswer(token_id=next_token(history.ids, self._facts.vocab_size))
+        return self._answer(step, step.sampling, history.ids)
+
+    def _answer(self, step: StageStep, sampling: Sampling, ids: list[int]) -> TailAnswer:
+        vocab_size, n_top = self._facts.vocab_size, sampling.top_logprobs
+        scores = tuple(
+            score_token(ids[:end], token_id, vocab_size, n_top or 0)
+            for end, token_id in enumerate(step.context.next_ids, step.position + 1)
+        )
+        if not step.samples:
+            return TailAnswer(prompt_scores=scores)
+        picked = pick_token(ids, vocab_size, sampling, step.context)
+        own = None if n_top is None else score_token(ids, picked, vocab_size, n_top)
+        return TailAnswer(token_id=picked, score=own, prompt_scores=scores)
 
     def _ids(self, step: StageStep) -> list[int]:
         if step.start_layer == 0:

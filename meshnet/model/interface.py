@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
-from meshnet.generation import Sampling
+from meshnet.generation import NO_CONTEXT, Sampling, SamplingContext
 from meshnet.topology import ShardFacts
 from meshnet.wire.frames import Frame
 from meshnet.wire.messages import TailAnswer
@@ -33,12 +33,32 @@ class StageStep:
         start_layer: First layer to run, in the stage's span; the stage runs from it to its end.
         position: Tokens before this step; the step covers `[position, position + n)`.
         sampling: How the tail samples; None samples nothing.
+        context: What its answer depends on besides. Where `next_ids` says what follows each token
+            of the step, they are scored and nothing is sampled.
+
+    `context` is empty where `sampling` is None; its ids and its mask fit the model, and leave a
+    token to pick.
     """
 
     frame: Frame
     start_layer: int
     position: int
     sampling: Sampling | None = None
+    context: SamplingContext = NO_CONTEXT
+
+    @property
+    def samples(self) -> bool:
+        """Whether the tail is to pick a token: there is a place for one."""
+        return self.sampling is not None and len(self.context.next_ids) < self.frame.n_tokens
+
+    @property
+    def n_scores(self) -> int:
+        """How many tokens the tail scores: those of `next_ids`, and its own if that is asked for.
+
+        Each with `sampling.top_logprobs` alternatives, which may be none.
+        """
+        tells_own = self.sampling is not None and self.sampling.top_logprobs is not None
+        return len(self.context.next_ids) + (tells_own and self.samples)
 
 
 class StageModel(Protocol):

@@ -6,23 +6,30 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
-from typing import Any, cast
+from dataclasses import replace
+from typing import Any, Final, cast
 
 import torch
-from transformers import DynamicCache, PreTrainedConfig
+from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import CacheLayerMixin
+from transformers.utils.generic import ModelOutput
 
 from meshnet.errors import MeshError, ModelError, StageError
+from meshnet.generation import Sampling, TokenScore
 from meshnet.model import split
 from meshnet.model.interface import CacheState, StageOutput, StageStep
 from meshnet.model.sampler import sample
+from meshnet.model.scores import score
 from meshnet.model.tensors import from_frame, to_frame, torch_dtype
 from meshnet.topology import ShardFacts
 from meshnet.wire.frames import Dtype
 from meshnet.wire.messages import TailAnswer
 
 _PROBE_TOKENS = (4, 8)
+_LOGITS_BYTES: Final = 2**24
+"""About how much memory the logits of a prompt's tokens take at once; a row a token at least."""
 
 
 class StageCache(DynamicCache):
@@ -75,6 +82,28 @@ def _tensors_in(value: object) -> Iterator[torch.Tensor]:
             yield from _tensors_in(item)
 
 
+def _logits(model: PreTrainedModel, output: ModelOutput, start: int, end: int) -> torch.Tensor:
+    """[end - start, vocab_size] for the tokens `[start, end)` of what the model's base put out.
+
+    The family's own forward makes them, for it may scale or cap what lm_head gives: that of a copy
+    with the same weights, whose base says `output` again instead of running its layers.
+    """
+    whole = cast("Any", output)
+    part: ModelOutput = replace(whole, last_hidden_state=whole.last_hidden_state[:, start:end])
+    base, model = copy.copy(split.base_of(model)), copy.copy(model)
+    base.forward = lambda *_args, **_kwargs: part
+    vars(model)["_modules"] = {**vars(model)["_modules"], model.base_model_prefix: base}
+    return model().logits[0]
+
+
+def _pick(logits: torch.Tensor, step: StageStep, sampling: Sampling) -> TailAnswer:
+    """The answer with the token after the step, of logits [vocab_size] of the step's last one."""
+    position, n_top = step.position + step.frame.n_tokens, sampling.top_logprobs
+    token_id = sample(logits, sampling, step.context, position)
+    own = None if n_top is None else score(logits, token_id, n_top, position)
+    return TailAnswer(token_id=token_id, score=own)
+
+
 class TorchStage:
     """A StageModel on torch and transformers."""
 
@@ -119,16 +148,35 @@ class TorchStage:
     def _forward(
         self, piece: split.Piece, step: StageStep, cache: StageCache | None
     ) -> StageOutput:
-        inputs = self._inputs(step, cache)
-        if not piece.tail or step.sampling is None:
-            hidden = piece.base(**inputs).last_hidden_state
-            self._check_finite(hidden, step)
-            if piece.tail:
-                return TailAnswer()
-            return to_frame(hidden, cast("Dtype", self._facts.dtype))
-        logits = piece.model(**inputs, logits_to_keep=1).logits[0, -1]
-        token_id = sample(logits, step.sampling, step.position + step.frame.n_tokens)
-        return TailAnswer(token_id=token_id)
+        inputs, sampling = self._inputs(step, cache), step.sampling
+        if piece.tail and sampling is not None and not step.context.next_ids:
+            logits = piece.model(**inputs, logits_to_keep=1).logits[0, -1]
+            return _pick(logits, step, sampling)
+        output = piece.base(**inputs)
+        self._check_finite(output.last_hidden_state, step)
+        if not piece.tail:
+            return to_frame(output.last_hidden_state, cast("Dtype", self._facts.dtype))
+        if sampling is None:
+            return TailAnswer()
+        scores = self._score_prompt(piece.model, output, step, sampling.top_logprobs or 0)
+        if not step.samples:
+            return TailAnswer(prompt_scores=scores)
+        logits = _logits(piece.model, output, step.frame.n_tokens - 1, step.frame.n_tokens)[0]
+        return _pick(logits, step, sampling).model_copy(update={"prompt_scores": scores})
+
+    def _score_prompt(
+        self, model: PreTrainedModel, output: ModelOutput, step: StageStep, n_top: int
+    ) -> tuple[TokenScore, ...]:
+        """Scores of the step's next tokens, block by block: all their logits would be too many."""
+        n_rows = max(1, _LOGITS_BYTES // (4 * self._facts.vocab_size))
+        next_ids = step.context.next_ids
+        scores: list[TokenScore] = []
+        for start in range(0, len(next_ids), n_rows):
+            ids = next_ids[start : start + n_rows]
+            logits = _logits(model, output, start, start + len(ids))
+            first = step.position + start + 1
+            scores += [score(logits[i], token, n_top, first + i) for i, token in enumerate(ids)]
+        return tuple(scores)
 
     def _inputs(self, step: StageStep, cache: StageCache | None) -> dict[str, Any]:
         if cache is not None:

@@ -7,7 +7,7 @@ from tokenizers.decoders import DecodeStream
 
 
 class Detokenizer:
-    """One choice's text so far; special tokens are left out.
+    """One choice's text so far; special tokens are left out, unless they are asked for.
 
     What `push` and `finish` return joins to the decoding of all ids together. A character whose
     bytes are spread over tokens comes out whole, with its last token.
@@ -16,8 +16,9 @@ class Detokenizer:
     a character gives that prompt out again.
     """
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: Tokenizer, *, skip_special_tokens: bool = True) -> None:
         self._tokenizer = tokenizer
+        self._skip = skip_special_tokens
         self._restart([])
 
     def push(self, token_id: int) -> str:
@@ -56,12 +57,12 @@ class Detokenizer:
         return self._ids[start:]
 
     def _restart(self, context: list[int]) -> None:
-        self._stream = DecodeStream(ids=context, skip_special_tokens=True)
+        self._stream = DecodeStream(ids=context, skip_special_tokens=self._skip)
         self._ids = context
         self._n_chars = len(self._decode(context))
 
     def _decode(self, ids: list[int]) -> str:
-        return self._tokenizer.decode(ids, skip_special_tokens=True)
+        return self._tokenizer.decode(ids, skip_special_tokens=self._skip)
 
 
 def _is_whole(text: str) -> bool:

@@ -31,6 +31,7 @@ STEP: Final = "X-Meshnet-Step"
 EPOCH: Final = "X-Meshnet-Epoch"
 BOOT: Final = "X-Meshnet-Boot"
 SAMPLING: Final = "X-Meshnet-Sampling"
+CONTEXT_BYTES: Final = "X-Meshnet-Context-Bytes"
 REQUEST_ID: Final = "X-Request-Id"
 TRACEPARENT: Final = "traceparent"
 # Answers only: where the time went, milliseconds.
@@ -38,6 +39,9 @@ QUEUE_MS: Final = "X-Meshnet-Queue-Ms"
 COMPUTE_MS: Final = "X-Meshnet-Compute-Ms"
 # The public endpoint: a pinned route.
 ROUTE: Final = "X-Meshnet-Route"
+
+MAX_CONTEXT_BYTES: Final = 16 * 1024**2
+"""The longest sampling context; a shard takes what its model can need, which is less."""
 
 _MAX_AXIS: Final = 2**31 - 1
 
@@ -84,6 +88,7 @@ class StepHeaders(BaseModel):
     epoch: Annotated[Count, Field(alias=EPOCH)] = 0
     boot: Annotated[Token | None, Field(alias=BOOT)] = None
     sampling: Annotated[Sampling | None, BeforeValidator(_read_json), Field(alias=SAMPLING)] = None
+    context_bytes: Annotated[Count, Field(alias=CONTEXT_BYTES, le=MAX_CONTEXT_BYTES)] = 0
     request_id: Annotated[Token | None, Field(alias=REQUEST_ID)] = None
     traceparent: Annotated[str | None, Field(alias=TRACEPARENT, max_length=256)] = None
 
@@ -104,6 +109,7 @@ _ALLOWED: Final = {
     EPOCH: "0 to 2147483647",
     BOOT: "1-128 characters of [A-Za-z0-9._-]",
     SAMPLING: 'JSON such as {"temperature": 0.7, "top_p": 0.9, "top_k": 0, "seed": 1}',
+    CONTEXT_BYTES: f"0 to {MAX_CONTEXT_BYTES}",
     REQUEST_ID: "1-128 characters of [A-Za-z0-9._-]",
     TRACEPARENT: "at most 256 characters",
 }
@@ -130,7 +136,7 @@ def _to_invalid_request(error: ValidationError, ours: Mapping[str, str]) -> Inva
     field = str(first["loc"][0])
     where = ".".join(str(part) for part in first["loc"])
     return InvalidRequest(
-        f"{where}: {first['msg']}",
+        f"{where[:100]}: {first['msg'][:200]}",  # cut, since a member's name is input too
         field=field,
         value=ours.get(field, "")[:200],  # a limit, so that an error is never a copy of the input
         allowed=_ALLOWED[field],
@@ -152,6 +158,13 @@ def _check_together(step: StepHeaders) -> None:
             value=step.past_len,
             allowed=0,
         )
+    if step.context_bytes and step.sampling is None:
+        raise InvalidRequest(
+            f"{CONTEXT_BYTES} is {step.context_bytes}, but there is no {SAMPLING}",
+            field=CONTEXT_BYTES,
+            value=step.context_bytes,
+            allowed=0,
+        )
     if step.cache == "decode" and not step.past_len:
         raise InvalidRequest(
             f"{PAST_LEN} is 0, but a decode continues a session",
@@ -163,6 +176,7 @@ def _check_together(step: StepHeaders) -> None:
 
 def render(step: StepHeaders) -> dict[str, str]:
     """The headers as they are sent; what is None is left out."""
+    sampling = step.sampling and step.sampling.model_dump_json(exclude_defaults=True)
     optional: dict[str, str | None] = {
         SESSION: step.session,
         START_LAYER: None if step.start_layer is None else str(step.start_layer),
@@ -170,7 +184,8 @@ def render(step: StepHeaders) -> dict[str, str]:
         STEP: step.step,
         EPOCH: str(step.epoch) if step.epoch else None,
         BOOT: step.boot,
-        SAMPLING: None if step.sampling is None else step.sampling.model_dump_json(),
+        SAMPLING: sampling,
+        CONTEXT_BYTES: str(step.context_bytes) if step.context_bytes else None,
         REQUEST_ID: step.request_id,
         TRACEPARENT: step.traceparent,
     }

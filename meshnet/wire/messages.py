@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, Self
+from typing import Literal, Self
 
 from pydantic import (
     BaseModel,
@@ -13,6 +13,7 @@ from pydantic import (
     model_validator,
 )
 
+from meshnet.generation import TokenId, TokenScore
 from meshnet.topology import LayerSpan, ShardFacts
 from meshnet.wire.frames import Dtype
 from meshnet.wire.headers import PROTOCOL_VERSION, Token
@@ -24,13 +25,16 @@ class TailAnswer(BaseModel):
     """The tail's answer to one step.
 
     `token_id` is None when nothing was to be sampled. A tail of a mixed fleet may know text only:
-    then `text` is set, and "" is the end of the sequence.
+    then `text` is set, and "" is the end of the sequence. `score` is the token's, if asked for, and
+    `prompt_scores` are those of the context's `next_ids`, in their order.
     """
 
     model_config = ConfigDict(frozen=True, extra="ignore")
 
-    token_id: Annotated[int, Field(ge=0, lt=2**31)] | None = None
+    token_id: TokenId | None = None
     text: str | None = None
+    score: TokenScore | None = None
+    prompt_scores: tuple[TokenScore, ...] = ()
 
 
 class ShardLimits(BaseModel):

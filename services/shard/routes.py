@@ -63,7 +63,7 @@ async def forward(request: Request, host: Host, metrics: Metrics) -> Response:
         frame = done.result
         shape = {headers.SHAPE: headers.render_shape(frame.shape), headers.DTYPE: frame.dtype}
         return Response(frame.data, media_type="application/octet-stream", headers=timing | shape)
-    answer = done.result.model_dump_json(exclude_none=True)
+    answer = done.result.model_dump_json(exclude_defaults=True)
     return Response(answer, media_type="application/json", headers=timing)
 
 
@@ -130,7 +130,7 @@ async def _read_body(request: Request, expected: int) -> bytes:
 
 def _wrong_length(value: str, expected: int) -> InvalidRequest:
     return InvalidRequest(
-        f"the body has {value[:20]} bytes, its shape and dtype make {expected}",
+        f"the body has {value[:20]} bytes, its headers make {expected}",
         field="body",
         value=value[:20],
         allowed=expected,

@@ -32,8 +32,19 @@ class ShardClient:
         *,
         changed: dict[str, str | bytes | None] | None = None,
         body: Body | None = None,
+        context: bytes = b"",
     ) -> httpx.Response:
-        """One step. `changed` replaces headers, or leaves out those that are None."""
+        """One step.
+
+        Args:
+            session: Its session.
+            mode: The cache mode.
+            past_len: Tokens before it.
+            ids: Its tokens, of which the tensor is made.
+            changed: Replaces headers, or leaves out those that are None.
+            body: Replaces the tensor and the context.
+            context: The sampling context, as it is sent.
+        """
         shape = f"1,{len(ids)}" if self.start_layer == 0 else f"1,{len(ids)},{HIDDEN_SIZE}"
         headers: dict[str, str | bytes | None] = {
             "X-Meshnet-Session": session,
@@ -43,10 +54,11 @@ class ShardClient:
             "X-Meshnet-Dtype": "int32" if self.start_layer == 0 else "float32",
             "X-Meshnet-Start-Layer": str(self.start_layer),
             "X-Meshnet-Sampling": "{}",
+            "X-Meshnet-Context-Bytes": str(len(context)) if context else None,
         }
         headers |= changed or {}
         sent = [(name, value) for name, value in headers.items() if value is not None]
-        content = self.frame(ids) if body is None else body
+        content = self.frame(ids) + context if body is None else body
         return await self.http.post("/v1/forward", content=content, headers=_as_bytes(sent))
 
     def frame(self, ids: Sequence[int]) -> bytes:

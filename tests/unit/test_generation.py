@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from meshnet.generation import Sampling, uniform
+from meshnet.generation import Sampling, SamplingContext, is_allowed, uniform
 
 SEEDS = st.integers(-(2**63), 2**63 - 1)
 PINNED = [0.8336885269740499, 0.3214364412611488, 0.9459165357046844, 0.722988422396006]
@@ -82,6 +82,16 @@ def test_a_tiny_temperature_is_greedy(temperature: float, greedy: bool) -> None:
         {"top_p": 1.1},
         {"top_p": float("nan")},
         {"top_k": -1},
+        {"min_p": -0.1},
+        {"min_p": 1.1},
+        {"frequency_penalty": -2.1},
+        {"frequency_penalty": 2.1},
+        {"presence_penalty": -2.1},
+        {"presence_penalty": float("nan")},
+        {"repetition_penalty": 0.009},
+        {"repetition_penalty": 10.1},
+        {"top_logprobs": -1},
+        {"top_logprobs": 21},
         {"seed": 2**63},
         {"seed": -(2**63) - 1},
         {"unheard_of": 1},
@@ -94,3 +104,50 @@ def test_malformed_sampling_is_named(malformed: dict[str, float]) -> None:
         Sampling.model_validate(malformed)
 
     assert [error["loc"] for error in caught.value.errors()] == [tuple(malformed)]
+
+
+@pytest.mark.parametrize(
+    ("changed", "penalised"),
+    [
+        ({}, False),
+        ({"temperature": 1.0, "min_p": 0.1, "top_logprobs": 5}, False),
+        ({"frequency_penalty": 0.1}, True),
+        ({"presence_penalty": -0.1}, True),
+        ({"repetition_penalty": 0.9}, True),
+    ],
+)
+def test_penalties_are_what_asks_for_the_tokens_so_far(
+    changed: dict[str, float], penalised: bool
+) -> None:
+    """Any of the three does, in either direction, and nothing else."""
+    assert penalised == Sampling.model_validate(changed).penalised
+
+
+@given(st.binary(max_size=4), st.integers(0, 40))
+def test_a_mask_has_a_bit_a_token(mask: bytes, token_id: int) -> None:
+    """The lowest bit of the first byte is token 0, and what is past the end is not allowed."""
+    bits = "".join(f"{byte:08b}"[::-1] for byte in mask)
+
+    assert is_allowed(mask, token_id) == (bits[token_id : token_id + 1] == "1")
+
+
+def test_scoring_changes_nothing_else() -> None:
+    """The tokens to be scored are put in place of those of before; all else stays."""
+    context = SamplingContext(generated_ids=(1,), logit_bias={2: 3.0}, next_ids=(4,))
+
+    assert context.scoring([5, 6]) == SamplingContext(
+        generated_ids=(1,), logit_bias={2: 3.0}, next_ids=(5, 6)
+    )
+
+
+@pytest.mark.parametrize(
+    ("context", "is_empty"),
+    [
+        (SamplingContext(), True),
+        (SamplingContext(allowed=b""), False),
+        (SamplingContext(next_ids=(0,)), False),
+    ],
+)
+def test_a_context_is_empty_without_members(context: SamplingContext, is_empty: bool) -> None:
+    """A mask that allows nothing is not the same as none."""
+    assert context.is_empty == is_empty

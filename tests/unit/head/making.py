@@ -30,7 +30,7 @@ from meshnet.shard.step_log import DecodeLog
 from meshnet.shard.worker import ShardWorker
 from meshnet.topology import Hop, HopSpec, LayerSpan, Route, ShardFacts, build_route, make_hop
 from meshnet.wire import headers, problems
-from meshnet.wire.frames import Frame
+from meshnet.wire.frames import Frame, nbytes
 from meshnet.wire.headers import StepHeaders
 from meshnet.wire.messages import TailAnswer
 from tests.unit.fakes import FakeClock, shard_info
@@ -39,6 +39,7 @@ A, B, C, D = "http://a", "http://b", "http://c", "http://d"
 PROMPT = [5, 6, 7]
 SESSION = SessionId("s")
 SAMPLING = Sampling()
+JSON = {"content-type": "application/json"}
 LIMITS = RecoveryLimits(max_rebuilds=4, timeout_s=10, backoff_s=1, max_backoff_s=4)
 
 Handler = Callable[[httpx.Request], Coroutine[None, None, httpx.Response]]
@@ -150,6 +151,7 @@ class LiveShard:
         draining: Says so, and begins no session.
         disturbed: What becomes of the next steps, first one first; those after them are run.
         steps: The steps asked for, in order; those it was away for too.
+        contexts: What came behind their tensors.
         closed: The epochs it was told to close sessions under.
         limits_s: How long the head was ready to wait for each step.
     """
@@ -161,6 +163,7 @@ class LiveShard:
         self.draining = False
         self.disturbed: list[Disturbance] = []
         self.steps: list[StepHeaders] = []
+        self.contexts: list[bytes] = []
         self.closed: list[int] = []
         self.limits_s: list[float] = []
         self.looks = 0
@@ -218,7 +221,9 @@ class LiveShard:
 
     async def __call__(self, request: httpx.Request) -> httpx.Response:
         if request.url.path == "/v1/forward":
-            self.steps.append(headers.parse(request.headers))
+            step = headers.parse(request.headers)
+            self.steps.append(step)
+            self.contexts.append(request.content[nbytes(step.dtype, step.shape) :])
             self.limits_s.append(request.extensions["timeout"]["read"])
         if self._clock() < self.away_until:
             raise httpx.ConnectError("refused")
@@ -249,7 +254,7 @@ class LiveShard:
         self._worker.check(step)
         done = await self._worker.step(step, body)
         if isinstance(done.result, TailAnswer):
-            return httpx.Response(200, json=done.result.model_dump(exclude_none=True))
+            return httpx.Response(200, content=done.result.model_dump_json(), headers=JSON)
         named = {
             headers.SHAPE: headers.render_shape(done.result.shape),
             headers.DTYPE: done.result.dtype,

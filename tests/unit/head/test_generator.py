@@ -1,152 +1,17 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator
 from contextlib import aclosing
-from dataclasses import dataclass
 
 import pytest
 
 from meshnet.errors import HopProtocolError, QueueFull, RouteError, StageError
-from meshnet.generation import GenerationRequest, Sampling, TokenEvent
+from meshnet.generation import GenerationRequest, TokenEvent
 from meshnet.head.background import Background
-from meshnet.head.call import Trace
-from meshnet.head.generator import Detokenizer, Generator, TextModel
-from meshnet.head.hop_times import HopTimesBook
-from meshnet.head.pipeline import Pipeline, PipelineKit
-from meshnet.head.recovery import Recovery, RecoveryLimits
-from meshnet.head.replay import ReplayBudget
-from meshnet.head.route_book import RouteBook
-from meshnet.topology import HopSpec
-from meshnet.wire.messages import TailAnswer
-from tests.unit.fakes import FakeClock, turn_the_loop
-from tests.unit.head.making import A, route_over
-
-END = 99
-SAMPLING = Sampling(temperature=0.5, seed=3)
-PROMPT = (5, 6, 7)
-
-
-class Spelling:
-    """Writes 7 as "<7>"; 50 is half a character, which is written with what follows."""
-
-    def __init__(self) -> None:
-        self._held = ""
-
-    def push(self, token_id: int) -> str:
-        text, self._held = self._held, ""
-        if token_id == 50:
-            self._held = text + "~"
-            return ""
-        return f"{text}<{token_id}>"
-
-    def finish(self) -> str:
-        text, self._held = self._held, ""
-        return text
-
-
-def spelling() -> Detokenizer:
-    return Spelling()
-
-
-def encode(text: str) -> list[int]:
-    return [int(part) for part in text.replace("<", "").split(">") if part]
-
-
-@dataclass(frozen=True)
-class Asked:
-    """What a pipeline was asked: the ids, and how."""
-
-    what: str
-    ids: tuple[int, ...]
-
-
-Answer = int | str | Exception | None
-
-
-class FakePipeline(Pipeline):
-    """Answers as told, one answer a step; notes what it is asked.
-
-    Attributes:
-        fail_at: Raises these instead, by the number of the step.
-        gate: Where a step waits, if it is closed.
-    """
-
-    def __init__(
-        self, background: Background, answers: Sequence[Answer], **changed: object
-    ) -> None:
-        recovery = Recovery(
-            RecoveryLimits(),
-            note=lambda _: None,
-            note_replay=lambda _: None,
-            clock=FakeClock(),
-            jitter=lambda: 0.0,
-        )
-        book = RouteBook([HopSpec(A)], {}, clock=FakeClock(), jitter=lambda: 0.0)
-        kit = PipelineKit(HopTimesBook(), recovery, ReplayBudget(0), "exact", background, 512)
-        super().__init__(route_over([A], **changed), book, kit, Trace())
-        self._answers = iter(answers)
-        self.asked: list[Asked] = []
-        self.fail_at: dict[int, Exception] = {}
-        self.gate = asyncio.Event()
-        self.gate.set()
-        self.closed = 0
-
-    async def prefill(self, ids: Sequence[int], sampling: Sampling) -> TailAnswer:
-        return await self._step("prefill", ids, sampling)
-
-    async def decode(self, token_id: int, sampling: Sampling) -> TailAnswer:
-        return await self._step("decode", [token_id], sampling)
-
-    async def stateless_step(self, ids: Sequence[int], sampling: Sampling) -> TailAnswer:
-        return await self._step("stateless", ids, sampling)
-
-    async def _step(self, what: str, ids: Sequence[int], sampling: Sampling) -> TailAnswer:
-        assert (self.closed, sampling) == (0, SAMPLING)
-        self.asked.append(Asked(what, tuple(ids)))
-        await self.gate.wait()
-        failure = self.fail_at.get(len(self.asked))
-        if failure is not None:
-            raise failure
-        answer = next(self._answers)
-        if isinstance(answer, Exception):
-            raise answer
-        if isinstance(answer, str):
-            return TailAnswer(text=answer)
-        return TailAnswer(token_id=answer)
-
-    async def close(self) -> None:
-        self.closed += 1
-
-
-class Head:
-    """A generator, and where its pipelines end."""
-
-    def __init__(self, background: Background) -> None:
-        self.background = background
-        text = TextModel(frozenset({END}), spelling, encode)
-        self.generator = Generator(text, max_concurrent=2)
-
-    def pipeline(self, answers: Sequence[Answer], **changed: object) -> FakePipeline:
-        return FakePipeline(self.background, answers, **changed)
-
-    def generate(
-        self, pipeline: Pipeline, max_tokens: int = 8, prompt: tuple[int, ...] = PROMPT
-    ) -> AsyncGenerator[TokenEvent]:
-        request = GenerationRequest(prompt, max_tokens, SAMPLING)
-        return self.generator.generate(request, lambda: pipeline)
-
-    async def all(
-        self, pipeline: Pipeline, max_tokens: int = 8, prompt: tuple[int, ...] = PROMPT
-    ) -> list[TokenEvent]:
-        return [event async for event in self.generate(pipeline, max_tokens, prompt)]
-
-
-@pytest.fixture
-async def head() -> AsyncGenerator[Head]:
-    async with Background() as background:
-        yield Head(background)
-
+from meshnet.head.pipeline import Pipeline
+from tests.unit.fakes import turn_the_loop
+from tests.unit.head.telling import END, PROMPT, SAMPLING, Answer, Asked, FakePipeline, Head
 
 # --- tokens ---
 
@@ -172,11 +37,13 @@ async def test_a_token_is_yielded_before_the_next_is_asked_for(head: Head) -> No
     assert n_steps == 1
 
 
-async def test_nothing_asked_for_makes_no_step(head: Head) -> None:
-    """With max_tokens 0 there is no event, and no hop computes."""
+async def test_where_nothing_is_to_be_generated_the_prompt_is_run(head: Head) -> None:
+    """With max_tokens 0 there is one event without a token; what the tail picked is not told."""
     pipeline = head.pipeline([1])
+    events = await head.all(pipeline, max_tokens=0)
 
-    assert (await head.all(pipeline, max_tokens=0), pipeline.asked) == ([], [])
+    assert events == [TokenEvent("", None, "length", n_tokens=0)]
+    assert (pipeline.asked, pipeline.closed) == ([Asked("prefill", PROMPT)], 1)
 
 
 async def test_the_end_token_ends(head: Head) -> None:
@@ -404,24 +271,72 @@ async def test_a_session_that_cannot_begin_takes_no_place(head: Head) -> None:
 # --- how many at once ---
 
 
-async def test_too_many_generations_are_refused(head: Head) -> None:
-    """Over the limit a generation is refused before any hop is touched."""
-    running = [head.generate(head.pipeline([1, 2])) for _ in range(2)]
-    for events in running:
+async def running(head: Head, n: int) -> list[AsyncGenerator[TokenEvent]]:
+    """Generations that have their first token."""
+    generations = [head.generate(head.pipeline([1, 2])) for _ in range(n)]
+    for events in generations:
         await anext(events)
-    opened: list[str] = []
+    return generations
 
-    def open_pipeline() -> Pipeline:
-        opened.append("a session")
-        return head.pipeline([1])
 
-    refused = head.generator.generate(GenerationRequest(PROMPT, 8, SAMPLING), open_pipeline)
-    with pytest.raises(QueueFull) as caught:
-        await anext(refused)
-    for events in running:
+async def test_where_many_wait_there_is_no_room(head: Head) -> None:
+    """Over the limits of running and waiting generations a request is refused, as retryable."""
+    generations = await running(head, 2)
+    head.generator.check_room()
+    waiting = asyncio.create_task(head.all(head.pipeline([END])))
+    await turn_the_loop()
+    with pytest.raises(QueueFull, match="3 generations are running or waiting") as caught:
+        head.generator.check_room()
+    for events in generations:
         await events.aclose()
+    await waiting
+    head.generator.check_room()
 
-    assert (caught.value.members, opened) == ({"value": 2, "allowed": 2}, [])
+    assert (caught.value.members, caught.value.retryable) == ({"value": 3, "allowed": 3}, True)
+
+
+async def test_generations_over_the_limit_wait_for_their_turn(head: Head) -> None:
+    """No session is begun for those that wait; they go on one by one, the first one first."""
+    generations = await running(head, 2)
+    order: list[str] = []
+
+    async def late(name: str) -> None:
+        def begin() -> Pipeline:
+            order.append(name)
+            return head.pipeline([1, END])
+
+        request = GenerationRequest(PROMPT, 8, SAMPLING)
+        async for _ in head.generator.generate(request, begin):
+            await turn_the_loop()
+        order.append(f"{name} ended")
+
+    waiting = [asyncio.create_task(late(name)) for name in ("first", "second")]
+    await turn_the_loop()
+    meanwhile = list(order)
+    await generations[0].aclose()
+    await asyncio.gather(*waiting)
+    await generations[1].aclose()
+
+    assert meanwhile == []
+    assert order == ["first", "first ended", "second", "second ended"]
+
+
+async def test_who_leaves_the_line_leaves_no_gap(head: Head) -> None:
+    """A waiting generation that is cancelled never begins, and the one behind it does."""
+    generations = await running(head, 2)
+    pipelines = [head.pipeline([END]) for _ in range(2)]
+    leaving, staying = (asyncio.create_task(head.all(pipeline)) for pipeline in pipelines)
+    await turn_the_loop()
+    leaving.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await leaving
+    in_line = head.generator.active
+    await generations[0].aclose()
+    events = await staying
+    await generations[1].aclose()
+
+    assert (in_line, events) == (3, [TokenEvent("", END, "stop")])
+    assert [(len(p.asked), p.closed) for p in pipelines] == [(0, 0), (1, 1)]
 
 
 @pytest.mark.parametrize("end", ["success", "cancellation"])
@@ -439,26 +354,24 @@ async def test_a_place_is_free_again(head: Head, end: str) -> None:
 async def test_it_is_idle_while_nothing_runs(head: Head) -> None:
     """Who waits for the running generations to end is told when the last one has."""
     idle = [head.generator.idle.is_set()]
-    running = [head.generate(head.pipeline([1, 2])) for _ in range(2)]
-    for events in running:
-        await anext(events)
+    generations = await running(head, 2)
     idle.append(head.generator.idle.is_set())
-    for events in running:
+    for events in generations:
         await events.aclose()
         idle.append(head.generator.idle.is_set())
 
     assert idle == [True, False, False, True]
 
 
-async def test_a_refused_generation_does_not_make_it_idle(head: Head) -> None:
-    """Too many at once changes nothing for those that run."""
-    running = [head.generate(head.pipeline([1, 2])) for _ in range(2)]
-    for events in running:
-        await anext(events)
-    with pytest.raises(QueueFull):
-        await head.all(head.pipeline([1]))
-    idle = head.generator.idle.is_set()
-    for events in running:
+async def test_it_is_not_idle_while_one_waits(head: Head) -> None:
+    """A generation that waits is to be served too, so the last one's end is waited for."""
+    generations = await running(head, 2)
+    waiting = asyncio.create_task(head.all(head.pipeline([END])))
+    await turn_the_loop()
+    for events in generations:
         await events.aclose()
+    idle = [head.generator.idle.is_set()]
+    await waiting
+    idle.append(head.generator.idle.is_set())
 
-    assert idle is False
+    assert idle == [False, True]

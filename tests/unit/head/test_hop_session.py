@@ -23,22 +23,26 @@ from meshnet.errors import (
     StageError,
     StaleEpoch,
 )
+from meshnet.generation import MAX_TOP_LOGPROBS, NO_CONTEXT, SamplingContext, TokenScore
 from meshnet.head.call import Call, Trace
 from meshnet.head.hop_session import HopSession
 from meshnet.head.recovery import RecoveryLimits
 from meshnet.ids import is_token
-from meshnet.model.fake_stage import HIDDEN_SIZE
+from meshnet.model.fake_stage import HIDDEN_SIZE, pick_token
 from meshnet.topology import LayerSpan
+from meshnet.wire.context import render_context
 from meshnet.wire.frames import Frame
 from meshnet.wire.messages import TailAnswer
 from tests.unit.fakes import FakeLog, turn_the_loop
 from tests.unit.head.making import (
+    JSON,
     PROMPT,
     SAMPLING,
     SESSION,
     A,
     B,
     C,
+    Disturbance,
     Mesh,
     answers,
     breaks,
@@ -131,6 +135,59 @@ async def test_a_stateless_call_is_of_no_epoch() -> None:
 
     assert (told, mesh[A].calls) == ([says(*PROMPT)] * 2, [("stateless", 0, 3)] * 2)
     assert (mesh[A].epochs, mesh.kit.budget.used_bytes) == ([0, 0], 0)
+
+
+CONTEXT = SamplingContext(generated_ids=(8, 8), logit_bias={3: 1.5}, allowed=b"\xff\x01")
+
+
+async def test_a_context_follows_the_tensor() -> None:
+    """Its length is in the headers; where there is none the body is the tensor alone."""
+    async with open_mesh(WHOLE) as mesh:
+        session = mesh.session()
+        for context in (NO_CONTEXT, CONTEXT):
+            call = Call("stateless", Frame.of_token_ids(PROMPT), 0, SAMPLING, context)
+            await session.step(call, mesh.kit.recovery.begin())
+
+    assert mesh[A].contexts == [b"", render_context(CONTEXT)]
+    assert [step.context_bytes for step in mesh[A].steps] == [0, len(render_context(CONTEXT))]
+
+
+@pytest.mark.parametrize(
+    "failure",
+    [refuses(EVICTED), breaks(httpx.ReadError("cut")), breaks(httpx.ReadTimeout(""), ran=True)],
+    ids=["lost", "cut", "answer-lost"],
+)
+async def test_a_call_repeated_has_the_same_context(failure: Disturbance) -> None:
+    """The tail is told the same, byte for byte; what is fed again before samples nothing."""
+    async with open_mesh(WHOLE) as mesh:
+        session = await fed(mesh)
+        mesh[A].disturbed = [failure]
+        call = Call("decode", Frame.of_token_ids([9]), 4, SAMPLING, CONTEXT)
+        answer = await session.step(call, mesh.kit.recovery.begin())
+    right = pick_token([*PROMPT, 8, 9], 64, SAMPLING, CONTEXT)
+    told = [sent for sent in mesh[A].contexts if sent]
+
+    assert (answer, told) == (TailAnswer(token_id=right), [render_context(CONTEXT)] * 2)
+
+
+async def test_the_longest_scores_are_read() -> None:
+    """An answer may be as long as the scores that were asked for can make it."""
+    longest = TokenScore(
+        token_id=2**31 - 1,
+        logprob=-1234.5678901234567,
+        top=((2**31 - 1, -1.2345678901234567e-100),) * MAX_TOP_LOGPROBS,
+    )
+    told = TailAnswer(prompt_scores=(longest,) * 1300)
+    call = Call(
+        "prefill", Frame.of_token_ids([1] * 1300), 0, SAMPLING, NO_CONTEXT.scoring([1] * 1300)
+    )
+    async with open_mesh(WHOLE) as mesh:
+        response = httpx.Response(200, content=told.model_dump_json(), headers=JSON)
+        mesh[A].disturbed = [answers(response)]
+        answer = await mesh.session().step(call, mesh.kit.recovery.begin())
+
+    assert len(response.content) > 2**20
+    assert answer == told
 
 
 async def test_cached_calls_are_timed() -> None:

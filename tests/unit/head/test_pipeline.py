@@ -7,16 +7,26 @@ from typing import cast
 
 import httpx
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshnet.errors import CacheMiss, HopProtocolError, RecoveryExhausted, StageError
+from meshnet.generation import (
+    NO_CONTEXT,
+    GenerationRequest,
+    Sampling,
+    SamplingContext,
+    TokenEvent,
+    TokenScore,
+)
 from meshnet.head.call import Trace
+from meshnet.head.generator import Generator, TextModel
 from meshnet.head.pipeline import Pipeline
 from meshnet.head.recovery import RecoveryLimits
 from meshnet.head.replay import ReplayMode
 from meshnet.ids import is_token
-from meshnet.model.fake_stage import next_token
+from meshnet.model.fake_stage import next_token, pick_token, score_token
+from meshnet.wire.context import parse_context
 from tests.unit.fakes import FakeLog, turn_the_loop
 from tests.unit.head.making import (
     PROMPT,
@@ -25,6 +35,7 @@ from tests.unit.head.making import (
     B,
     C,
     Disturbance,
+    LiveShard,
     Mesh,
     answers,
     breaks,
@@ -36,6 +47,7 @@ from tests.unit.head.making import (
     waits,
     well,
 )
+from tests.unit.head.telling import encode, spelling
 
 SPANS = {A: "0-1", B: "1-3", C: "3-4"}
 EVICTED = CacheMiss("gone", reason="evicted", held=0)
@@ -234,6 +246,77 @@ async def test_a_hop_out_of_its_part_is_a_protocol_error(
     assert caught.value.members == {"endpoint": at}
 
 
+# --- what the tail's answer depends on besides, and scores ---
+
+BIASED = SamplingContext(logit_bias={9: -1.5})
+SCORING = Sampling(top_logprobs=2)
+
+
+def scores_of(prompt: Sequence[int]) -> tuple[TokenScore, ...]:
+    """What the fake model says of each token but the first."""
+    return tuple(score_token(list(prompt[:i]), prompt[i], 64, 2) for i in range(1, len(prompt)))
+
+
+def contexts(shard: LiveShard) -> list[SamplingContext]:
+    return [parse_context(sent, vocab_size=64, n_tokens=512) for sent in shard.contexts]
+
+
+@pytest.mark.parametrize("kv_cache", [True, False])
+async def test_only_the_tail_is_told_the_context(kv_cache: bool) -> None:
+    """Each step of the tail that picks a token has its context; no other hop and no chunk has."""
+    async with opened(kv_cache=kv_cache, chunk_tokens=2) as (mesh, pipeline):
+        if kv_cache:
+            await pipeline.prefill(PROMPT, SAMPLING, BIASED)
+            await pipeline.decode(9, SAMPLING, BIASED)
+        else:
+            await pipeline.stateless_step(PROMPT, SAMPLING, BIASED)
+
+    assert contexts(mesh[A]) == contexts(mesh[B]) == [NO_CONTEXT] * len(mesh[A].steps)
+    assert contexts(mesh[C]) == ([NO_CONTEXT, BIASED, BIASED] if kv_cache else [BIASED])
+
+
+@pytest.mark.parametrize("n_prompt", [1, 2, 3, 4, 5])
+async def test_a_prompt_is_scored_chunk_by_chunk(n_prompt: int) -> None:
+    """Every token but the first is scored once, in order, also where a chunk ends before it."""
+    prompt = [20 + i for i in range(n_prompt)]
+    async with opened(chunk_tokens=2) as (mesh, pipeline):
+        answer = await pipeline.prefill(prompt, SCORING, BIASED, score=True)
+    *chunks, last = contexts(mesh[C])
+
+    assert answer.prompt_scores == scores_of(prompt)
+    assert answer.token_id == says(*prompt).token_id
+    assert [context.next_ids for context in chunks] == [
+        (prompt[i + 1], prompt[i + 2]) for i in range(0, 2 * len(chunks), 2)
+    ]
+    assert last == BIASED.scoring(prompt[2 * len(chunks) + 1 :])
+
+
+async def test_a_whole_sequence_is_scored_at_once() -> None:
+    """A stateless step tells what comes after all its tokens but the last."""
+    async with opened(kv_cache=False) as (mesh, pipeline):
+        answer = await pipeline.stateless_step(PROMPT, SCORING, BIASED, score=True)
+
+    assert contexts(mesh[C]) == [BIASED.scoring([6, 7])]
+    assert (answer.token_id, answer.prompt_scores) == (right(1)[0], scores_of(PROMPT))
+
+
+async def test_scores_that_were_told_are_not_asked_for_again() -> None:
+    """Where a hop is fed again between chunks, the tail scores each chunk once all the same."""
+    prompt = list(range(20, 26))
+    async with opened(max_bytes=0, chunk_tokens=2) as (mesh, pipeline):
+        mesh[A].disturbed = [well, well, refuses(EVICTED)]
+        answer = await pipeline.prefill(prompt, SCORING, score=True)
+
+    assert answer.prompt_scores == scores_of(prompt)
+    assert [context.next_ids for context in contexts(mesh[C])] == [
+        (21, 22),
+        (23, 24),
+        (),
+        (),
+        (25,),
+    ]
+
+
 # --- what is lost ---
 
 
@@ -405,6 +488,54 @@ async def test_whatever_is_lost_the_text_is_right(
         await pipeline.close()
 
     assert (ids, mesh.kit.budget.used_bytes) == (right(), 0)
+
+
+PENALISED = Sampling(frequency_penalty=0.2, repetition_penalty=1.5, top_logprobs=2)
+BIAS = {9: -1.5, 30: 0.4}
+
+
+def right_events(n_tokens: int) -> list[TokenEvent]:
+    """What the fake model makes of the prompt with these penalties and this bias."""
+    ids, events = list(PROMPT), list[TokenEvent]()
+    for n_left in reversed(range(n_tokens)):
+        context = SamplingContext(
+            prompt_ids=tuple(PROMPT), generated_ids=tuple(ids[len(PROMPT) :]), logit_bias=BIAS
+        )
+        token_id = pick_token(ids, 64, PENALISED, context)
+        score = score_token(ids, token_id, 64, 2)
+        reason = None if n_left else "length"
+        scores = () if events else scores_of(PROMPT)
+        events.append(TokenEvent(f"<{token_id}>", token_id, reason, score, scores))
+        ids.append(token_id)
+    return events
+
+
+@given(
+    faults=st.lists(st.lists(st.sampled_from(FAULTS), max_size=6), min_size=3, max_size=3),
+    lost=st.lists(st.sampled_from(["lose", "restart", ""]), min_size=18, max_size=18),
+    max_bytes=st.sampled_from([0, 100, 10**6]),
+)
+@settings(max_examples=20)
+async def test_whatever_is_lost_penalties_and_scores_are_right(
+    faults: list[list[Disturbance]], lost: list[str], max_bytes: int
+) -> None:
+    """What depends on all tokens so far is the same, whichever hop lost its state, and when."""
+    limits = RecoveryLimits(max_rebuilds=100, timeout_s=1e6, backoff_s=1, max_backoff_s=4)
+    generator = Generator(TextModel(frozenset(), spelling, encode), max_concurrent=1)
+    request = GenerationRequest(tuple(PROMPT), 6, PENALISED, logit_bias=BIAS, score_prompt=True)
+    async with opened(max_bytes=max_bytes, chunk_tokens=2, limits=limits) as (mesh, pipeline):
+        for shard, some in zip(mesh.shards.values(), faults, strict=True):
+            shard.disturbed = list(some)
+        events: list[TokenEvent] = []
+        async for event in generator.generate(request, lambda: pipeline):
+            for shard, deed in zip(mesh.shards.values(), lost[3 * len(events) :], strict=False):
+                if deed == "lose":
+                    await shard.lose()
+                elif deed == "restart":
+                    shard.restart()
+            events.append(event)
+
+    assert events == right_events(6)
 
 
 # --- cancellation, and close() ---

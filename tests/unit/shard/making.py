@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 from meshnet.cache.policy import CacheLimits
 from meshnet.cache.store import SessionCacheStore
-from meshnet.generation import Sampling
+from meshnet.generation import NO_CONTEXT, Sampling, SamplingContext
 from meshnet.ids import BootId
 from meshnet.model.fake_stage import HIDDEN_SIZE, FakeStage, fake_facts
 from meshnet.model.interface import CacheState, StageOutput
@@ -17,6 +17,7 @@ from meshnet.shard.compute import ComputeThread, Timed
 from meshnet.shard.step_log import DecodeLog
 from meshnet.shard.worker import ShardWorker
 from meshnet.topology import LayerSpan
+from meshnet.wire.context import render_context
 from meshnet.wire.frames import Frame
 from meshnet.wire.headers import CacheMode, StepHeaders
 from tests.unit.fakes import FakeClock
@@ -35,16 +36,25 @@ class Bench:
     clock: FakeClock
     worker: ShardWorker
 
-    async def step(self, step: StepHeaders, ids: Sequence[int]) -> Timed[StageOutput]:
+    async def step(
+        self, step: StepHeaders, ids: Sequence[int], context: bytes = b""
+    ) -> Timed[StageOutput]:
         """Check and run one step, as the routes do."""
+        step = step.model_copy(update={"context_bytes": len(context)})
         self.worker.check(step)
-        return await self.worker.step(step, body_of(step, ids))
+        return await self.worker.step(step, body_of(step, ids) + context)
 
     async def cached(
-        self, mode: CacheMode, past_len: int, ids: Sequence[int], **changed: object
+        self,
+        mode: CacheMode,
+        past_len: int,
+        ids: Sequence[int],
+        context: SamplingContext = NO_CONTEXT,
+        **changed: object,
     ) -> Timed[StageOutput]:
         """A step of session "s"."""
-        return await self.step(self.headers(mode, past_len, len(ids), **changed), ids)
+        step = self.headers(mode, past_len, len(ids), **changed)
+        return await self.step(step, ids, render_context(context))
 
     def headers(
         self, mode: CacheMode, past_len: int, n_tokens: int, /, **changed: object

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import tracemalloc
 from collections.abc import Mapping
 from dataclasses import replace
 
@@ -20,8 +21,9 @@ from meshnet.errors import (
     StageError,
     StaleEpoch,
 )
+from meshnet.generation import Sampling, SamplingContext, TokenScore
 from meshnet.ids import SessionId
-from meshnet.model.fake_stage import FakeStage, fake_facts, next_token
+from meshnet.model.fake_stage import FakeStage, fake_facts, next_token, pick_token, score_token
 from meshnet.model.interface import CacheState, StageOutput, StageStep
 from meshnet.topology import LayerSpan
 from meshnet.wire.frames import Frame
@@ -86,6 +88,33 @@ async def test_check_tells_the_bodys_length(span: str, n_bytes: int) -> None:
     """Three token ids are 12 bytes, three hidden states of four float32 are 48."""
     async with open_bench(span) as bench:
         assert bench.worker.check(bench.headers("prefill", 0, 3)) == n_bytes
+
+
+async def test_check_counts_the_context() -> None:
+    """The sampling context comes behind the tensor."""
+    async with open_bench() as bench:
+        step = bench.headers("prefill", 0, 3, context_bytes=100)
+
+        assert bench.worker.check(step) == 3 * 4 + 100
+
+
+LONGEST_CONTEXT = 2**16 + 16 * 32 + 64 // 4
+"""Of a model of 32 positions and 64 tokens."""
+
+
+@pytest.mark.parametrize(("positions", "longest"), [(32, LONGEST_CONTEXT), (10**7, 16 * 1024**2)])
+async def test_a_context_is_no_longer_than_a_model_can_need(positions: int, longest: int) -> None:
+    """The rule depends on the model's positions and vocabulary, up to the protocol's own limit."""
+    async with open_bench(max_positions=positions) as bench:
+        bench.worker.check(bench.headers("prefill", 0, 3, context_bytes=longest))
+        with pytest.raises(PayloadTooLarge) as caught:
+            bench.worker.check(bench.headers("prefill", 0, 3, context_bytes=longest + 1))
+
+    assert caught.value.members == {
+        "field": "X-Meshnet-Context-Bytes",
+        "value": longest + 1,
+        "allowed": longest,
+    }
 
 
 REFUSALS: list[tuple[str, dict[str, object], type[MeshError], Mapping[str, object]]] = [
@@ -301,6 +330,64 @@ async def test_a_token_outside_the_vocabulary_is_refused(token_id: int) -> None:
     assert held == (0, 0)
 
 
+async def test_the_tails_token_depends_on_the_context() -> None:
+    """What the head sends with a step reaches the stage, and counts for this step only."""
+    context = SamplingContext(generated_ids=(9,), logit_bias={40: 2.0})
+    sampling = Sampling(frequency_penalty=0.5)
+    async with open_bench() as bench:
+        first = await bench.cached("prefill", 0, PROMPT, context, sampling=sampling)
+        second = await bench.cached("decode", 3, [9])
+
+    assert first.result == TailAnswer(token_id=pick_token(PROMPT, 64, sampling, context))
+    assert (first.result == says(*PROMPT), second.result) == (False, says(*PROMPT, 9))
+
+
+async def test_the_next_tokens_are_scored() -> None:
+    """Where every token of a step has a next one, all are scored and none is picked."""
+    context = SamplingContext(next_ids=(6, 7, 8))
+    async with open_bench() as bench:
+        done = await bench.cached("prefill", 0, PROMPT, context, sampling=SCORING)
+
+    scores = [score_token([5, 6, 7][:i], i + 5, 64, 20) for i in (1, 2, 3)]
+    assert done.result == TailAnswer(prompt_scores=tuple(scores))
+
+
+BAD_CONTEXTS: list[tuple[bytes, str]] = [
+    (b"{", "all of it"),
+    (b'{"generated_ids":[64]}', "generated_ids: token id 64"),
+    (b'{"next_ids":[1,2,3,4]}', "next_ids: 4"),
+    (b'{"allowed":"eJwDAAAAAAE="}', "no token is left"),
+]
+
+
+@pytest.mark.parametrize("mode", ["prefill", "stateless"])
+@pytest.mark.parametrize(("context", "fault"), BAD_CONTEXTS)
+async def test_a_bad_context_changes_nothing(mode: str, context: bytes, fault: str) -> None:
+    """A context that does not fit is refused before a session is made or touched."""
+    stage = CountingStage()
+    async with open_bench(stage=stage) as bench:
+        step = bench.headers("prefill", 0, 3, cache=mode)
+        with pytest.raises(InvalidRequest, match=fault) as caught:
+            await bench.step(step, PROMPT, context)
+        held = await bench.held()
+
+    assert (caught.value.members["field"], held, stage.steps) == ("body", (0, 0), 0)
+
+
+async def test_a_step_repeated_otherwise_is_answered_as_before() -> None:
+    """Its id says which step it is; tensor, parameters and context are checked, not compared."""
+    other = SamplingContext(logit_bias={40: 2.0}, next_ids=(1,))
+    async with open_bench() as bench:
+        first = await bench.cached("prefill", 0, PROMPT, step="p")
+        again = await bench.cached("prefill", 0, [1, 2, 3], other, step="p", sampling=SCORING)
+        with pytest.raises(InvalidRequest):
+            await bench.step(bench.headers("prefill", 0, 3, step="p"), PROMPT, b"{")
+        after = await bench.cached("decode", 3, [9])
+
+    assert (first.result, again.result) == (says(*PROMPT), says(*PROMPT))
+    assert after.result == says(*PROMPT, 9)
+
+
 async def test_a_step_repeated_is_answered_and_not_run() -> None:
     """The same id at the same position gives the stored answer; nothing is applied twice."""
     stage = CountingStage()
@@ -492,6 +579,57 @@ async def test_room_is_asked_for_the_state_and_the_answer(span: str, need: int) 
             await bench.cached("prefill", 0, PROMPT)
 
     assert caught.value.members["need"] == need
+
+
+SCORING = Sampling(top_logprobs=20)
+
+
+@pytest.mark.parametrize(
+    ("sampling", "next_ids", "n_scores"),
+    [
+        (SCORING, (), 1),
+        (SCORING, (6, 7), 3),
+        (SCORING, (6, 7, 8), 3),
+        (Sampling(), (6, 7), 2),
+        (Sampling(top_logprobs=0), (), 1),
+        (Sampling(), (), 0),
+    ],
+)
+async def test_room_is_asked_for_scores_and_taken(
+    sampling: Sampling, next_ids: tuple[int, ...], n_scores: int
+) -> None:
+    """3,400 bytes for each that the answer has: the prompt's, and that of the token picked."""
+    need = 3 * 64 + 3400 * n_scores
+    context = SamplingContext(next_ids=next_ids)
+    async with open_bench(max_bytes=need - 1) as bench:
+        with pytest.raises(CacheFull) as caught:
+            await bench.cached("prefill", 0, PROMPT, context, sampling=sampling)
+    async with open_bench(max_bytes=need) as bench:
+        await bench.cached("prefill", 0, PROMPT, context, sampling=sampling)
+        used = (await bench.store.usage()).cached_bytes
+
+    assert (caught.value.members["need"], used) == (need, need)
+
+
+def test_a_score_takes_no_more_than_is_counted() -> None:
+    """The longest score, with twenty alternatives, in Python objects of its own."""
+    numbers = iter(range(1000, 10**6))
+    tracemalloc.start()
+    try:
+        before, _ = tracemalloc.get_traced_memory()
+        kept = [
+            TokenScore(
+                token_id=next(numbers),
+                logprob=-next(numbers) / 7,
+                top=tuple((next(numbers), -next(numbers) / 7) for _ in range(20)),
+            )
+            for _ in range(500)
+        ]
+        after, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+
+    assert (after - before) / len(kept) < 3400
 
 
 class HalfStage(FakeStage):

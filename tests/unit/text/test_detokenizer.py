@@ -27,8 +27,8 @@ TEXTS = [
 ]
 
 
-def deltas(tokenizer: Tokenizer, ids: list[int]) -> list[str]:
-    detokenizer = Detokenizer(tokenizer)
+def deltas(tokenizer: Tokenizer, ids: list[int], *, skip_special_tokens: bool = True) -> list[str]:
+    detokenizer = Detokenizer(tokenizer, skip_special_tokens=skip_special_tokens)
     return [*(detokenizer.push(token_id) for token_id in ids), detokenizer.finish()]
 
 
@@ -41,10 +41,12 @@ def byte_ids(data: bytes) -> list[int]:
     return [vocab[f"<0x{byte:02X}>"] for byte in data]
 
 
-@given(st.lists(st.integers(0, BYTE_LEVEL.get_vocab_size() - 1), max_size=60))
-def test_any_ids_join_to_their_decoding(ids: list[int]) -> None:
-    """What is pushed and finished joins to the decoding of all ids, whatever they are."""
-    assert BYTE_LEVEL.decode(ids) == "".join(deltas(BYTE_LEVEL, ids))
+@given(st.lists(st.integers(0, BYTE_LEVEL.get_vocab_size() - 1), max_size=60), st.booleans())
+def test_any_ids_join_to_their_decoding(ids: list[int], skip: bool) -> None:
+    """What is pushed and finished joins to the decoding of all ids, with control tokens or not."""
+    whole = BYTE_LEVEL.decode(ids, skip_special_tokens=skip)
+
+    assert whole == "".join(deltas(BYTE_LEVEL, ids, skip_special_tokens=skip))
 
 
 @given(st.text(max_size=40))
@@ -56,12 +58,13 @@ def test_any_text_comes_back_whole(text: str) -> None:
     assert last.strip("\ufffd") == ""  # only a real U+FFFD at the end is held back
 
 
-@given(st.text(alphabet="abeh lorw!é日🌶", max_size=40))
-def test_any_text_of_a_sentencepiece_tokenizer_joins_to_its_decoding(text: str) -> None:
+@given(st.text(alphabet="abeh lorw!é日🌶", max_size=40), st.booleans())
+def test_any_text_of_a_sentencepiece_tokenizer_joins_to_its_decoding(text: str, skip: bool) -> None:
     """The deltas of a sentencepiece tokenizer join to the decoding of all ids."""
-    ids = encode(SENTENCEPIECE, text)
+    ids = [BOS_ID, *encode(SENTENCEPIECE, text), END_ID, *encode(SENTENCEPIECE, text), EOS_ID]
+    whole = SENTENCEPIECE.decode(ids, skip_special_tokens=skip)
 
-    assert SENTENCEPIECE.decode(ids) == "".join(deltas(SENTENCEPIECE, ids))
+    assert whole == "".join(deltas(SENTENCEPIECE, ids, skip_special_tokens=skip))
 
 
 @given(st.lists(st.integers(0, SENTENCEPIECE.get_vocab_size() - 1), max_size=40))
@@ -98,6 +101,16 @@ def test_special_tokens_have_no_text() -> None:
     hello = encode(BYTE_LEVEL, "hello")
 
     assert "".join(deltas(BYTE_LEVEL, [BOS_ID, *hello, END_ID, *hello, EOS_ID])) == "hellohello"
+
+
+@pytest.mark.parametrize("tokenizer", [BYTE_LEVEL, SENTENCEPIECE], ids=["bytes", "pieces"])
+def test_special_tokens_are_written_if_asked_for(tokenizer: Tokenizer) -> None:
+    """Each comes out whole and at once, as its own text."""
+    hello = encode(tokenizer, "hello")
+    ids = [BOS_ID, *hello, END_ID, EOS_ID]
+    told = deltas(tokenizer, ids, skip_special_tokens=False)
+
+    assert (told[0], told[-3:]) == ("<s>", ["<|end|>", "</s>", ""])
 
 
 def test_an_incomplete_character_is_flushed_once() -> None:

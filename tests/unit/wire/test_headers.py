@@ -11,6 +11,7 @@ from meshnet.generation import Sampling
 from meshnet.wire import headers
 from meshnet.wire.frames import ITEMSIZE, Dtype
 from meshnet.wire.headers import (
+    MAX_CONTEXT_BYTES,
     CacheMode,
     StepHeaders,
     parse,
@@ -31,7 +32,12 @@ samplings = st.builds(
     temperature=st.floats(0, 2),
     top_p=st.floats(0, 1),
     top_k=st.integers(0, 2**40),
+    min_p=st.floats(0, 1),
     seed=st.integers(-(2**63), 2**63 - 1),
+    frequency_penalty=st.floats(-2, 2),
+    presence_penalty=st.floats(-2, 2),
+    repetition_penalty=st.floats(0.01, 10),
+    top_logprobs=st.none() | st.integers(0, 20),
 )
 
 
@@ -40,6 +46,7 @@ def steps(draw: st.DrawFn) -> StepHeaders:
     mode: CacheMode = draw(st.sampled_from(["prefill", "decode", "stateless"]))
     least_past, most_past = {"prefill": (0, MAX), "decode": (1, MAX), "stateless": (0, 0)}[mode]
     dtype: Dtype = draw(st.sampled_from(sorted(ITEMSIZE)))
+    sampling = draw(st.none() | samplings)
     return StepHeaders(
         session=draw(tokens if mode != "stateless" else st.none() | tokens),
         cache=mode,
@@ -51,7 +58,8 @@ def steps(draw: st.DrawFn) -> StepHeaders:
         step=draw(st.none() | tokens),
         epoch=draw(st.integers(0, MAX)),
         boot=draw(st.none() | tokens),
-        sampling=draw(st.none() | samplings),
+        sampling=sampling,
+        context_bytes=draw(st.integers(0, MAX_CONTEXT_BYTES if sampling else 0)),
         request_id=draw(st.none() | tokens),
         traceparent=draw(st.none() | st.text("abc-019", max_size=256)),
     )
@@ -78,6 +86,18 @@ def test_what_is_none_is_not_sent(step: StepHeaders) -> None:
     assert [name for name, value in sent.items() if value == "None"] == []
     assert (step.sampling is not None) == (headers.SAMPLING in sent)
     assert (step.epoch > 0) == (headers.EPOCH in sent)
+    assert (step.context_bytes > 0) == (headers.CONTEXT_BYTES in sent)
+
+
+def test_sampling_is_sent_without_what_is_usual() -> None:
+    """A shard of an older version is not told of parameters that it does not know, if it can be."""
+    sampling = Sampling(temperature=0.5, min_p=0.0, top_logprobs=None, seed=7)
+    sent = [
+        render(StepHeaders(shape=(1, 1), dtype="int32", sampling=each))[headers.SAMPLING]
+        for each in (sampling, Sampling())
+    ]
+
+    assert sent == ['{"temperature":0.5,"seed":7}', "{}"]
 
 
 def test_the_least_step_is_stateless() -> None:
@@ -85,7 +105,7 @@ def test_the_least_step_is_stateless() -> None:
     step = parse(MINIMAL)
 
     assert (step.session, step.cache, step.past_len, step.shape) == (None, "stateless", 0, (1, 6))
-    assert (step.epoch, step.boot) == (0, None)
+    assert (step.epoch, step.boot, step.context_bytes) == (0, None, 0)
 
 
 def test_names_are_read_in_any_case() -> None:
@@ -153,6 +173,12 @@ def test_a_missing_header_is_named(name: str) -> None:
         ("X-Meshnet-Sampling", '{"top_q": 1}'),
         ("X-Meshnet-Sampling", "[" * 10_000),
         ("X-Meshnet-Sampling", "\ud800"),
+        ("X-Meshnet-Sampling", '{"repetition_penalty": 0}'),
+        ("X-Meshnet-Sampling", '{"top_logprobs": 21}'),
+        ("X-Meshnet-Context-Bytes", ""),
+        ("X-Meshnet-Context-Bytes", "-1"),
+        ("X-Meshnet-Context-Bytes", "1.0"),
+        ("X-Meshnet-Context-Bytes", str(16 * 1024**2 + 1)),
         ("X-Request-Id", "a\nb"),
         ("traceparent", "a" * 257),
     ],
@@ -170,6 +196,22 @@ def test_a_fault_within_the_sampling_is_told() -> None:
     """The message says which parameter of the JSON is wrong."""
     with pytest.raises(InvalidRequest, match=r"X-Meshnet-Sampling\.top_p"):
         parse(MINIMAL | {"X-Meshnet-Sampling": '{"top_p": 3}'})
+
+
+@pytest.mark.parametrize("text", ['{"%s": 1}', '{"%s'], ids=["member", "cut"])
+def test_a_refusal_is_no_copy_of_the_sampling(text: str) -> None:
+    """However long a member's name, the message is not."""
+    with pytest.raises(InvalidRequest) as caught:
+        parse(MINIMAL | {"X-Meshnet-Sampling": text % ("x" * 50_000)})
+
+    assert len(caught.value.message) < 400
+
+
+def test_a_context_comes_where_the_tail_samples_only() -> None:
+    """Without parameters nothing is sampled or scored, and there is nothing to depend on it."""
+    members = refusal({"X-Meshnet-Context-Bytes": "7"})
+
+    assert members == {"field": "X-Meshnet-Context-Bytes", "value": 7, "allowed": 0}
 
 
 @pytest.mark.parametrize("mode", ["prefill", "decode"])

@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 from pydantic import ValidationError
 
+from meshnet.generation import TokenScore
 from meshnet.model.fake_stage import fake_facts
 from meshnet.topology import LayerSpan
 from meshnet.wire.headers import PROTOCOL_VERSION
@@ -78,6 +79,30 @@ def test_a_tails_answer_may_be_empty() -> None:
     answer = TailAnswer.model_validate_json("{}")
 
     assert (answer.token_id, answer.text) == (None, None)
+    assert (answer.score, answer.prompt_scores) == (None, ())
+
+
+def test_scores_come_back_to_the_last_bit() -> None:
+    """Who compares a token's number with its alternatives' finds them as they were."""
+    logprob = -1.1000000238418579
+    score = TokenScore(token_id=7, logprob=logprob, top=((7, logprob), (8, -9999.0)))
+    answer = TailAnswer(token_id=7, score=score, prompt_scores=(score, score))
+
+    assert answer == TailAnswer.model_validate_json(answer.model_dump_json())
+
+
+@pytest.mark.parametrize("logprob", ["NaN", "-Infinity", "-1e999", "null"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        '{"score": {"token_id": 1, "logprob": %s}}',
+        '{"prompt_scores": [{"token_id": 1, "logprob": 0, "top": [[1, %s]]}]}',
+    ],
+)
+def test_a_score_is_a_number(text: str, logprob: str) -> None:
+    """What no JSON can say is refused, though Python's reader would take it."""
+    with pytest.raises(ValidationError):
+        TailAnswer.model_validate_json(text % logprob)
 
 
 def test_an_unknown_state_is_refused() -> None:
