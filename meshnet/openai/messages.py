@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Annotated, Literal, cast
 
 from pydantic import (
+    AfterValidator,
     BaseModel,
     BeforeValidator,
     ConfigDict,
@@ -12,6 +13,7 @@ from pydantic import (
     StrictStr,
     ValidationInfo,
     field_validator,
+    model_validator,
 )
 from pydantic_core import from_json
 
@@ -28,13 +30,36 @@ def _flatten(content: object) -> object:
 
 def _part_text(index: int, part: object) -> str:
     match part:
-        case {"type": "text", "text": str(text)}:
+        case {"type": "text", "text": str(text)} | {"type": "refusal", "refusal": str(text)}:
             return text
-        case {"type": str(kind)} if kind != "text":
+        case {"type": str(kind)} if kind not in ("text", "refusal"):
             kind = kind[:_MAX_ECHO_CHARS]
             raise ValueError(f"part {index} has the type {kind!r}; only 'text' is supported")
         case _:
             raise ValueError(f'part {index} is not {{"type": "text", "text": "..."}}')
+
+
+def _modern(message: object) -> object:
+    """The legacy role `function` and `function_call` as a tool's; the name serves as the id."""
+    if not isinstance(message, dict):
+        return message
+    members = cast("dict[str, object]", message)
+    if members.get("role") == "function":
+        content = members.get("content") or ""  # null was allowed there
+        call_id = _legacy_id(members)
+        return {**members, "role": "tool", "content": content, "tool_call_id": call_id}
+    call = members.get("function_call")
+    if call is None or members.get("tool_calls"):
+        return members
+    return {**members, "tool_calls": [{"id": _legacy_id(call), "function": call}]}
+
+
+def _legacy_id(call: object) -> str:
+    match call:
+        case {"name": str(name)}:
+            return f"call_{name}"
+        case _:
+            raise ValueError("a function call and its result need a name")
 
 
 Content = Annotated[StrictStr | None, BeforeValidator(_flatten)]
@@ -73,7 +98,7 @@ def _object_or_text(call: FunctionCall) -> object:
 
 
 class ChatMessage(BaseModel):
-    """One message. Fields of the answers of other servers (`refusal`, `audio`...) are ignored."""
+    """One message. Fields of the answers of other servers (`annotations`...) are ignored."""
 
     model_config = ConfigDict(frozen=True, extra="ignore")
 
@@ -82,6 +107,18 @@ class ChatMessage(BaseModel):
     name: StrictStr | None = None
     tool_calls: Annotated[list[ToolCall], Field(fail_fast=True)] | None = None
     tool_call_id: StrictStr | None = None
+    refusal: StrictStr | None = None
+    """What an assistant said instead of an answer."""
+    reasoning_content: StrictStr | None = None
+    reasoning: StrictStr | None = None
+    """Another name for `reasoning_content`."""
+    audio: None = None
+    """Only null: an earlier answer's sound is not kept here."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _modernise(cls, message: object) -> object:
+        return _modern(message)
 
     @field_validator("content")
     @classmethod
@@ -93,15 +130,34 @@ class ChatMessage(BaseModel):
 
     def for_template(self) -> dict[str, object]:
         """The message with `content` always a string, and without what is not there."""
-        message: dict[str, object] = {"role": self.role, "content": self.content or ""}
+        message: dict[str, object] = {
+            "role": self.role,
+            "content": self.content or self.refusal or "",
+        }
         if self.name is not None:
             message["name"] = self.name
         if self.tool_calls:
             message["tool_calls"] = [call.for_template() for call in self.tool_calls]
         if self.tool_call_id is not None:
             message["tool_call_id"] = self.tool_call_id
+        if reasoning := self.reasoning_content or self.reasoning:
+            message["reasoning_content"] = reasoning
         return message
 
 
-Messages = Annotated[list[ChatMessage], Field(fail_fast=True, min_length=1)]
+def _name_results(messages: list[ChatMessage]) -> list[ChatMessage]:
+    """Give a tool's result its function's name: some templates want it, few clients send it."""
+    names: dict[str | None, str] = {}
+    named: list[ChatMessage] = []
+    for message in messages:
+        names |= {call.id: call.function.name for call in message.tool_calls or ()}
+        if message.role == "tool" and message.name is None:
+            message = message.model_copy(update={"name": names.get(message.tool_call_id)})
+        named.append(message)
+    return named
+
+
+Messages = Annotated[
+    list[ChatMessage], Field(fail_fast=True, min_length=1), AfterValidator(_name_results)
+]
 """A conversation. The first wrong message is reported: an error is never longer than the input."""

@@ -67,15 +67,18 @@ def save_model(
     config: dict[str, object] | None = None,
     generation_config: dict[str, object] | None = None,
     template: str | None = TEMPLATE,
+    response_template: object = None,
 ) -> Path:
     """Write the small files of a model, as the Hub has them; returns the folder."""
     folder.mkdir(parents=True, exist_ok=True)
     (tokenizer or byte_level_tokenizer()).save(str(folder / "tokenizer.json"))
-    tokenizer_config = {
+    tokenizer_config: dict[str, object] = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "bos_token": "<s>",
         "eos_token": "</s>",
     }
+    if response_template is not None:
+        tokenizer_config["response_template"] = response_template
     (folder / "tokenizer_config.json").write_text(json.dumps(tokenizer_config))
     (folder / "config.json").write_text(json.dumps(config or {}))
     if generation_config is not None:

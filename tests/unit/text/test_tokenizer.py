@@ -20,7 +20,7 @@ from tests.unit.text.making import (
     save_model,
 )
 
-HELLO = [{"role": "user", "content": "hello"}]
+HELLO: list[dict[str, object]] = [{"role": "user", "content": "hello"}]
 
 
 @pytest.fixture(scope="module")
@@ -188,3 +188,200 @@ def test_a_tokenizer_that_cannot_stream_is_refused(
 
     with pytest.raises(ModelError, match="no tokenizer of the `tokenizers` library"):
         ChatTokenizer.load(str(save_model(tmp_path)))
+
+
+TOOL: dict[str, object] = {
+    "type": "function",
+    "function": {"name": "weather", "parameters": {"type": "object", "properties": {}}},
+}
+CALLED: list[dict[str, object]] = [
+    *HELLO,
+    {
+        "role": "assistant",
+        "content": "",
+        "tool_calls": [{"id": "1", "function": {"name": "weather", "arguments": {}}}],
+    },
+    {"role": "tool", "content": "5", "tool_call_id": "1"},
+]
+SHOWN = "{% for tool in tools or [] %}{{ tool.function.name }}{% endfor %}"
+NOTATION = '<tool_call>{"name": ..., "arguments": ...}</tool_call>'
+CALLS = "{% for message in messages %}{{ message.tool_calls }}{% endfor %}"
+
+
+def prompt_of(tokenizer: ChatTokenizer, ids: list[int]) -> str:
+    return b"".join(map(tokenizer.token_bytes, ids)).decode()
+
+
+def test_a_template_that_knows_tools_tells_them_itself(tmp_path: Path) -> None:
+    """Tools, calls and results go to such a template as they are."""
+    tokenizer = load(tmp_path, SHOWN + NOTATION + CALLS + TEMPLATE)
+    prompt = prompt_of(tokenizer, tokenizer.encode_chat(CALLED, tools=[TOOL]))
+
+    assert prompt.startswith("weather" + NOTATION)
+    assert "'arguments': {}" in prompt
+    assert "[tool]5" in prompt
+    assert "<tool_response>" not in prompt
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        TEMPLATE,
+        NOTATION + TEMPLATE,
+        SHOWN + "Call [weather()]" + TEMPLATE,
+        "{% if tools %}{{ raise_exception('no tools') }}{% endif %}" + TEMPLATE,
+    ],
+)
+def test_tools_are_told_in_text_where_the_template_does_not(tmp_path: Path, template: str) -> None:
+    """A template that drops tools, refuses them, or asks for what we cannot read, gets text."""
+    tokenizer = load(tmp_path, template)
+    prompt = prompt_of(tokenizer, tokenizer.encode_chat(CALLED, tools=[TOOL]))
+
+    assert "[system]# Tools" in prompt
+    assert '{"name": "weather", "arguments": {}}\n</tool_call>' in prompt
+    assert "[user]<tool_response>\n5\n</tool_response>" in prompt
+
+
+def test_calls_of_the_past_are_told_without_tools_too(tokenizer: ChatTokenizer) -> None:
+    """A conversation with calls keeps them when no tools are offered any more."""
+    prompt = prompt_of(tokenizer, tokenizer.encode_chat(CALLED))
+
+    assert '[assistant]<tool_call>\n{"name": "weather", "arguments": {}}' in prompt
+    assert "# Tools" not in prompt
+
+
+def test_a_template_is_trusted_with_tools_where_its_calls_can_be_read(tmp_path: Path) -> None:
+    """A response template that knows calls makes any notation readable."""
+    response = {
+        "start_anchor": "[assistant]",
+        "fields": {"content": {}, "tool_calls": {"open": "[", "close": "]", "content": "json"}},
+    }
+    folder = save_model(tmp_path, template=SHOWN + TEMPLATE, response_template=response)
+    tokenizer = ChatTokenizer.load(str(folder))
+
+    assert prompt_of(tokenizer, tokenizer.encode_chat(HELLO, tools=[TOOL])).startswith("weather")
+
+
+@pytest.mark.parametrize(
+    "response", [{"fields": {}}, [], {"start_anchor": "x", "fields": {"a": 1}}]
+)
+def test_a_broken_response_template_is_a_model_error(tmp_path: Path, response: object) -> None:
+    """A response template that transformers does not take is refused when the model is loaded."""
+    folder = save_model(tmp_path, response_template=response)
+
+    with pytest.raises(ModelError, match=r"response_template in .* is broken"):
+        ChatTokenizer.load(str(folder))
+
+
+def test_the_last_message_is_continued(tokenizer: ChatTokenizer) -> None:
+    """The prompt ends inside the assistant's message, blanks included, and opens no answer."""
+    messages = [*HELLO, {"role": "assistant", "content": "Well, "}]
+    ids = tokenizer.encode_chat(messages, add_generation_prompt=False, continue_final_message=True)
+
+    assert prompt_of(tokenizer, ids) == "<s>[user]hello<|end|>[assistant]Well, "
+
+
+def test_an_answer_need_not_be_opened(tokenizer: ChatTokenizer) -> None:
+    """Without a generation prompt the prompt ends with the last message."""
+    ids = tokenizer.encode_chat(HELLO, add_generation_prompt=False)
+
+    assert prompt_of(tokenizer, ids) == "<s>[user]hello<|end|>"
+
+
+@pytest.mark.parametrize(
+    ("messages", "opened", "problem"),
+    [
+        (HELLO, False, "the last message is not the assistant's"),
+        ([*HELLO, {"role": "assistant", "content": "a"}], True, "contradicts"),
+    ],
+)
+def test_what_cannot_be_continued_is_refused(
+    tokenizer: ChatTokenizer, messages: list[dict[str, object]], opened: bool, problem: str
+) -> None:
+    """Only the assistant's message goes on, and not while another one is opened."""
+    with pytest.raises(InvalidRequest, match=f"^continue_final_message: {problem}") as caught:
+        tokenizer.encode_chat(messages, add_generation_prompt=opened, continue_final_message=True)
+
+    assert caught.value.members["field"] == "continue_final_message"
+
+
+def test_the_template_is_told_more_variables(tmp_path: Path) -> None:
+    """A variable of the client's reaches the template, of any JSON type."""
+    tokenizer = load(tmp_path, "{{ mood }}{{ deep.list[1] }}{{ messages[0].content }}")
+    ids = tokenizer.encode_chat(
+        HELLO, template_variables={"mood": "glad", "deep": {"list": [1, 2]}}
+    )
+
+    assert prompt_of(tokenizer, ids) == "glad2hello"
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["self", "messages", "conversation", "tools", "chat_template", "tokenize", "bos_token"],
+)
+def test_a_variable_cannot_take_a_name_that_is_taken(tokenizer: ChatTokenizer, name: str) -> None:
+    """What transformers takes or tells the template itself is refused by name."""
+    with pytest.raises(InvalidRequest, match=f"chat_template_kwargs: {name} is taken") as caught:
+        tokenizer.encode_chat(HELLO, template_variables={name: "x"})
+
+    assert caught.value.members["field"] == "chat_template_kwargs"
+
+
+def test_variables_are_few_and_short(tokenizer: ChatTokenizer) -> None:
+    """More than 16 variables, or more than 16384 characters of them, are refused."""
+    many = {f"v{number}": number for number in range(17)}
+    with pytest.raises(InvalidRequest, match="are 17; allowed: at most 16"):
+        tokenizer.encode_chat(HELLO, template_variables=many)
+    with pytest.raises(InvalidRequest, match="are too long; allowed: at most 16384"):
+        tokenizer.encode_chat(HELLO, template_variables={"v": "x" * 16_384})
+
+    many.popitem()
+    assert tokenizer.encode_chat(HELLO) == tokenizer.encode_chat(HELLO, template_variables=many)
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{% macro f(x) %}{{ f(x) }}{% endmacro %}{{ f(1) }}",
+        "{{ n // 0 }}",
+        "{% for i in range(n) %}{% endfor %}",
+    ],
+)
+def test_no_template_fails_as_if_the_fault_were_ours(tmp_path: Path, template: str) -> None:
+    """Endless recursion, division by nothing and endless loops are answered as the client's."""
+    with pytest.raises(InvalidRequest, match="template refuses"):
+        load(tmp_path, template).encode_chat(HELLO, template_variables={"n": 10**12})
+
+
+def test_tokens_are_bytes_and_text(tokenizer: ChatTokenizer) -> None:
+    """A token's bytes are its own; as text, a part of a character is U+FFFD."""
+    ids = tokenizer.encode("a🌶")
+
+    assert b"".join(map(tokenizer.token_bytes, ids)) == "a🌶".encode()
+    assert tokenizer.token_text(ids[0]) == "a"
+    assert tokenizer.token_text(ids[1]) == "\ufffd"
+    assert tokenizer.token_text(END_ID) == "<|end|>"
+    assert tokenizer.token_text(10**6) == ""
+
+
+@pytest.mark.parametrize(("add", "first"), [(True, [BOS_ID]), (False, [])])
+def test_a_prompt_is_encoded_as_the_tokenizer_has_it(
+    tokenizer: ChatTokenizer, add: bool, first: list[int]
+) -> None:
+    """A bare prompt gets the tokenizer's own BOS, unless that is not wanted."""
+    expected = [*first, *tokenizer.encode("hello"), END_ID]
+
+    assert expected == tokenizer.encode_prompt("hello<|end|>", add_special_tokens=add)
+    assert tokenizer.decode(expected).endswith("hello<|end|>")
+
+
+def test_a_tokenizer_describes_itself(tokenizer: ChatTokenizer) -> None:
+    """Class, named special tokens and chat template are told; what is not there is null."""
+    assert tokenizer.describe() == {
+        "tokenizer_class": "TokenizersBackend",
+        "bos_token": "<s>",
+        "eos_token": "</s>",
+        "pad_token": None,
+        "unk_token": None,
+        "chat_template": TEMPLATE,
+    }
