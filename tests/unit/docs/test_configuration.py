@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import pkgutil
 import re
 from importlib import import_module
@@ -35,13 +36,16 @@ def _as_written(field: FieldInfo) -> str:
     """A default as somebody would set it."""
     if field.is_required():
         return "required"
-    match field.get_default(call_default_factory=True, validated_data={}):
+    default: object = field.get_default(call_default_factory=True, validated_data={})
+    match default:
         case None:
             return "none"
         case bool(switch):
             return str(switch).lower()
         case float(number):
             return f"{number:g}"
+        case tuple():
+            return json.dumps(default)
         case Path() as path:
             return f"~/{path.relative_to(Path.home())}"
         case other:
