@@ -3,11 +3,13 @@
 MeshError
 ├── InvalidRequest            400  this request is wrong; repeating it cannot help
 │   ├── PayloadTooLarge       413
+│   ├── UnsupportedMediaType  415
 │   ├── ModelNotFound         404  no model of that name is served
 │   ├── UnsupportedParameter       a parameter we know and do not implement
 │   └── ContextLengthExceeded      prompt and answer do not fit the model's context
 ├── Unauthorized              401
 ├── Forbidden                 403
+├── RateLimited               429  the caller asks too often
 ├── SessionError              409  the session's state and the step do not fit
 │   ├── CacheMiss                  the state is not here; feed it again
 │   ├── SessionBusy                another step of the session is running
@@ -79,6 +81,13 @@ class PayloadTooLarge(InvalidRequest):
     status = 413
 
 
+class UnsupportedMediaType(InvalidRequest):
+    """The body says that it is of a kind that is not read here."""
+
+    code = "unsupported_media_type"
+    status = 415
+
+
 class ModelNotFound(InvalidRequest):
     """No model of that name is served; `allowed` lists those that are."""
 
@@ -110,6 +119,14 @@ class Forbidden(MeshError):
 
     code = "forbidden"
     status = 403
+
+
+class RateLimited(MeshError):
+    """The caller asked more often than its key may. Member: `retry_after_s`, whole seconds."""
+
+    code = "rate_limit_exceeded"
+    status = 429
+    retryable = True
 
 
 class SessionError(MeshError):

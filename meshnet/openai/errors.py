@@ -13,6 +13,7 @@ from meshnet.errors import (
     MeshError,
     ModelLoading,
     ModelMismatch,
+    RateLimited,
     RecoveryExhausted,
     RouteError,
     StaleEpoch,
@@ -20,7 +21,11 @@ from meshnet.errors import (
 )
 
 ErrorType = Literal[
-    "invalid_request_error", "authentication_error", "permission_error", "server_error"
+    "invalid_request_error",
+    "authentication_error",
+    "permission_error",
+    "rate_limit_error",
+    "server_error",
 ]
 
 
@@ -65,14 +70,19 @@ def to_openai(error: Exception, *, request_id: str) -> ErrorAnswer:
 
     An error which is not foreseen here is ours: 500, and the client learns the request's id only.
     """
+    if isinstance(error, MeshError) and "endpoint" in error.members:
+        return _server_error(error, request_id)  # a hop refused the head's step, not the client's
     match error:
-        case InvalidRequest() if "endpoint" not in error.members:
+        case InvalidRequest():
             return _invalid_request(error)
-        case Unauthorized() if "endpoint" not in error.members:
+        case Unauthorized():
             body = error_body(error.message, "authentication_error", code="invalid_api_key")
             return ErrorAnswer(401, body)
-        case Forbidden() if "endpoint" not in error.members:
+        case Forbidden():
             return ErrorAnswer(403, error_body(error.message, "permission_error"))
+        case RateLimited(members={"retry_after_s": int(retry_after_s)}):
+            body = error_body(error.message, "rate_limit_error", code=error.code)
+            return ErrorAnswer(429, body, retry_after_s)
         case _:
             return _server_error(error, request_id)
 
@@ -101,7 +111,6 @@ def _server_error(error: Exception, request_id: str) -> ErrorAnswer:
         if isinstance(error, kind):
             body = error_body(error.message, "server_error", code=code)
             return ErrorAnswer(503, body, retry_after_s)
-    # Also what a hop refused: the head made that step, with its own key, and not the client.
     return ErrorAnswer(
         500, error_body(f"Internal error; the request's id is {request_id}", "server_error")
     )

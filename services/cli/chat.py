@@ -10,6 +10,7 @@ import typer
 
 from services.cli.chat_client import Answer, ChatClient, HopTime
 from services.cli.errors import CliError
+from services.cli.settings import CliSettings, load_settings
 
 
 def chat(
@@ -19,6 +20,10 @@ def chat(
     ] = None,
     *,
     url: Annotated[str, typer.Option(help="The endpoint's base URL.")] = "http://127.0.0.1:8000/v1",
+    model: Annotated[
+        str | None,
+        typer.Option(help="Its name there; the first one listed unless given."),
+    ] = None,
     max_tokens: Annotated[int, typer.Option(min=1, help="The longest answer.")] = 256,
     temperature: Annotated[
         float | None,
@@ -28,10 +33,20 @@ def chat(
         bool, typer.Option("--stats", help="Tell after each answer where the time went.")
     ] = False,
 ) -> None:
-    """Ask the model, and see the answer as it is generated."""
+    """Ask the model, and see the answer as it is generated.
+
+    Where the endpoint asks for an API key, set MESHNET_API_KEY.
+    """
     if prompt is None and not sys.stdin.isatty():
         prompt = sys.stdin.read()
-    with ChatClient(url, max_tokens=max_tokens, temperature=temperature) as client:
+    key = load_settings(CliSettings, {}).api_key
+    with ChatClient(
+        url,
+        model=model,
+        max_tokens=max_tokens,
+        temperature=temperature,
+        api_key=key.get_secret_value() if key else None,
+    ) as client:
         if prompt is not None:
             _ask(client, [_message("user", prompt)], stats=stats)
             return

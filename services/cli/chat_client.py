@@ -63,12 +63,14 @@ class _Cluster(BaseModel):
 
 
 class ChatClient:
-    """Asks the one model that an endpoint serves.
+    """Asks a model that an endpoint serves.
 
     Args:
         url: The base URL, `/v1` included.
+        model: None is the first one listed there.
         max_tokens: The longest answer.
         temperature: None leaves it to the server.
+        api_key: None shows none.
         transport: Instead of the network, for tests.
     """
 
@@ -77,16 +79,19 @@ class ChatClient:
         url: str,
         *,
         max_tokens: int,
+        model: str | None = None,
         temperature: float | None = None,
+        api_key: str | None = None,
         transport: httpx.BaseTransport | None = None,
     ) -> None:
         self._url = _parse(url)
         self._options: dict[str, object] = {"max_tokens": max_tokens}
         if temperature is not None:
             self._options["temperature"] = temperature
-        self._model: str | None = None
+        self._model = model
         self._http = httpx.Client(
             base_url=self._url,
+            headers={} if api_key is None else {"Authorization": f"Bearer {api_key}"},
             timeout=_TIMEOUT,
             trust_env=not is_loopback(self._url.host),  # no proxy between us and ourselves
             transport=transport,

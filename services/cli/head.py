@@ -1,4 +1,4 @@
-"""`meshnet head`: the OpenAI-compatible endpoint over the shards of one model."""
+"""`meshnet head`: the OpenAI-compatible endpoint over the shards of one model or of several."""
 
 from __future__ import annotations
 
@@ -11,9 +11,14 @@ from services.cli.errors import BadOption
 from services.cli.models import resolve_known
 from services.cli.serving import StopWithStdin, serve, stop_with_stdin
 from services.cli.settings import load_settings
-from services.head.settings import HeadSettings, HopSetting
+from services.head.settings import HeadSettings, HopSetting, ModelSetting
 
+_MODELS: Final = TypeAdapter(tuple[ModelSetting, ...])
 _ROUTE: Final = TypeAdapter(tuple[HopSetting, ...])
+_ALLOWED_MODELS: Final = (
+    'JSON: [{"model": "FOLDER|ID", "served_model_name": "NAME", '
+    '"route": [{"endpoint": "http://HOST:PORT"}, ...]}, ...]'
+)
 _ALLOWED: Final = (
     "http://HOST:PORT[@START_LAYER], several joined by commas; or JSON: "
     '[{"endpoint": "http://HOST:PORT", "start_layer": 0}, ...]'
@@ -39,24 +44,50 @@ def head(
             "(env: MESHNET_HEAD_ROUTE, JSON only)",
         ),
     ] = None,
+    models: Annotated[
+        str | None,
+        typer.Option(
+            metavar="JSON",
+            help="Several models, each with its own shards, instead of --model and --route: "
+            '`[{"model": ..., "served_model_name": ..., "route": [...]}, ...]`. '
+            "(env: MESHNET_HEAD_MODELS)",
+        ),
+    ] = None,
     host: Annotated[
         str, typer.Option(help="Address to listen on; 0.0.0.0 is every one.")
     ] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=1, max=65535, help="Port to listen on.")] = 8000,
     stop_with_stdin_: StopWithStdin = False,
 ) -> None:
-    """Run the head: serve the OpenAI API, and drive the shards of one model. Needs no torch.
+    """Run the head: serve the OpenAI API, and drive the models' shards. Needs no torch.
 
-    Everything else (time-outs, limits, the cluster key) is set by MESHNET_HEAD_* variables; an
-    option overrides its variable.
+    Everything else (time-outs, limits, API keys, the cluster key) is set by MESHNET_HEAD_*
+    variables; an option overrides its variable.
     """
     if stop_with_stdin_:
         stop_with_stdin()
-    hops = None if route is None else parse_route(route)
-    settings = load_settings(HeadSettings, {"model": resolve_known(model), "route": hops})
+    options = {
+        "models": None if models is None else parse_models(models),
+        "model": resolve_known(model),
+        "route": None if route is None else parse_route(route),
+    }
+    settings = load_settings(HeadSettings, options)
     from services.head.app import create_app  # here, so that `--help` does not wait for it
 
     serve(lambda: create_app(settings), host=host, port=port)
+
+
+def parse_models(text: str) -> tuple[ModelSetting, ...]:
+    """The models that `--models` names; what `meshnet model get` knows is fetched first.
+
+    Raises:
+        BadOption: The text is no JSON, or describes a model wrongly.
+    """
+    try:
+        models = _MODELS.validate_json(text)
+    except ValidationError as error:
+        raise _bad_option("--models", "model", error, _ALLOWED_MODELS) from error
+    return tuple(model.model_copy(update={"model": resolve_known(model.model)}) for model in models)
 
 
 def parse_route(text: str) -> tuple[HopSetting, ...]:
@@ -71,12 +102,16 @@ def parse_route(text: str) -> tuple[HopSetting, ...]:
         else:
             hops = _ROUTE.validate_python([_hop(part.strip()) for part in text.split(",")])
     except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        where = ".".join(str(part) for part in first["loc"])
-        raise BadOption("--route", f"hop {where}: {first['msg']}", _ALLOWED) from error
+        raise _bad_option("--route", "hop", error, _ALLOWED) from error
     if not hops:
         raise BadOption("--route", "there is no hop in it", _ALLOWED)
     return hops
+
+
+def _bad_option(option: str, what: str, error: ValidationError, allowed: str) -> BadOption:
+    first = error.errors(include_url=False)[0]
+    where = ".".join(str(part) for part in first["loc"])
+    return BadOption(option, f"{what} {where}: {first['msg']}", allowed)
 
 
 def _hop(text: str) -> dict[str, object]:

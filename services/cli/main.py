@@ -10,6 +10,7 @@ import typer
 from services.cli.chat import chat
 from services.cli.errors import OneLineErrors
 from services.cli.head import head
+from services.cli.key import key
 from services.cli.model import model_app
 from services.cli.shard import shard
 from services.cli.up import up
@@ -26,6 +27,7 @@ app.command()(up)
 app.command()(shard)
 app.command()(head)
 app.command()(chat)
+app.command()(key)
 app.add_typer(model_app, name="model")
 
 

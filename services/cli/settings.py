@@ -29,6 +29,8 @@ class CliSettings(BaseSettings):
     """Where fetched models are kept, a folder each."""
     cluster_key: Annotated[SecretStr, Field(min_length=1)] | None = None
     """The key of a cluster that `meshnet up` starts; None makes a random one."""
+    api_key: Annotated[SecretStr, Field(min_length=1)] | None = None
+    """The key that `meshnet chat` shows; no option, others can read those."""
 
 
 def load_settings(kind: type[SomeSettings], options: Mapping[str, object]) -> SomeSettings:

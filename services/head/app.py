@@ -3,28 +3,43 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator
-from contextlib import asynccontextmanager, suppress
-from typing import TypedDict, cast
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import asynccontextmanager
+from http import HTTPStatus
+from typing import Final, TypedDict, cast
 
 import structlog
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
+from starlette.types import ASGIApp
 
 from meshnet.errors import MeshError
 from meshnet.observability import configure_logging
 from meshnet.openai.errors import error_body, to_openai
 from meshnet.text.tokenizer import ChatTokenizer
 from meshnet.wire.headers import REQUEST_ID
+from services.head.access import AccessMiddleware
+from services.head.api_keys import api_keys_of
 from services.head.head import Head, open_head
+from services.head.openapi import document
+from services.head.processing_time import PROCESSING_MS, ProcessingTimeMiddleware
 from services.head.request_id import RequestIdMiddleware
-from services.head.routes import openai, operations
+from services.head.routes.generation import generation
+from services.head.routes.models import models
+from services.head.routes.operations import operations
+from services.head.routes.responses import responses
+from services.head.routes.tokens import tokens
 from services.head.settings import HeadSettings
 from services.head.streaming import ClientLeft
 
 _log = structlog.get_logger(__name__)
+
+_METHODS: Final = ("GET", "HEAD", "POST", "OPTIONS")
+_EXPOSED: Final = (REQUEST_ID, PROCESSING_MS, "retry-after", "x-ignored-params")
+"""What a web page's script may read of an answer's headers."""
 
 
 class LifespanState(TypedDict):
@@ -40,37 +55,52 @@ def create_app(
 
     Args:
         settings: None reads the environment (`MESHNET_HEAD_*`).
-        tokenizer: A tokenizer instead of the settings' model's, for tests.
+        tokenizer: A tokenizer instead of each model's own, for tests.
 
     Raises:
         ValidationError: A setting is missing or malformed.
     """
-    config = settings or HeadSettings()  # pyright: ignore[reportCallIssue]  # from environment
+    config = settings or HeadSettings()
     configure_logging(config.log_format)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncGenerator[LifespanState]:
-        loaded = tokenizer or await asyncio.to_thread(ChatTokenizer.load, config.model)
-        async with open_head(config, loaded) as head:
+        tokenizers = {
+            served.name: tokenizer or await asyncio.to_thread(ChatTokenizer.load, served.model)
+            for served in config.served
+        }
+        async with open_head(config, tokenizers) as head:
             app.state.drain = head.drain
-            poll = asyncio.create_task(head.readiness.poll(config.route_poll_s))
-            try:
-                yield {"head": head}
-            finally:
-                poll.cancel()
-                with suppress(asyncio.CancelledError):
-                    await poll
+            yield {"head": head}
 
-    app = FastAPI(title="Meshnet", lifespan=lifespan, redirect_slashes=False)
-    app.include_router(openai)
-    app.include_router(operations)
-    app.add_middleware(RequestIdMiddleware)
+    app = _App(title="Meshnet", lifespan=lifespan, redirect_slashes=False)
+    app.cors_origins = config.cors_origins
+    for router in (generation, responses, models, tokens, operations):
+        app.include_router(router)
+    document(app)
+    app.add_middleware(AccessMiddleware, keys=api_keys_of(config), refuse=_on_error)
     app.add_exception_handler(MeshError, _on_error)
     app.add_exception_handler(HTTPException, _on_http_exception)
     app.add_exception_handler(ClientLeft, _on_client_left)
     app.add_exception_handler(ClientDisconnect, _on_client_left)
     app.add_exception_handler(Exception, _on_error)
     return app
+
+
+class _App(FastAPI):
+    """Has some middleware outside Starlette's own, so that an answer 500 passes it too."""
+
+    cors_origins: Sequence[str] = ()
+
+    def build_middleware_stack(self) -> ASGIApp:
+        """As FastAPI's; CORS is outermost, so that a page may read why it was refused."""
+        return CORSMiddleware(
+            RequestIdMiddleware(ProcessingTimeMiddleware(super().build_middleware_stack())),
+            allow_origins=self.cors_origins,
+            allow_methods=_METHODS,
+            allow_headers=("*",),  # SDKs send a dozen of their own
+            expose_headers=_EXPOSED,
+        )
 
 
 async def _on_error(request: Request, error: Exception) -> Response:
@@ -85,17 +115,19 @@ async def _on_error(request: Request, error: Exception) -> Response:
         code=answer.body["error"]["code"],
         reason=str(error),
     )
-    headers = {REQUEST_ID: request.state.request_id}  # Starlette answers a 500 past our middleware
+    headers: dict[str, str] = {}
     if answer.retry_after_s:
         headers["Retry-After"] = str(answer.retry_after_s)
+    if answer.status == HTTPStatus.UNAUTHORIZED:
+        headers["WWW-Authenticate"] = "Bearer"
     return JSONResponse(answer.body, status_code=answer.status, headers=headers)
 
 
 async def _on_http_exception(request: Request, error: Exception) -> Response:
     """No such path or method."""
-    del request
     refused = cast("HTTPException", error)
-    body = error_body(str(refused.detail), "invalid_request_error")
+    message = f"{refused.detail}: {request.method[:20]} {request.url.path[:100]}"
+    body = error_body(message, "invalid_request_error")
     return JSONResponse(body, status_code=refused.status_code, headers=refused.headers)
 
 

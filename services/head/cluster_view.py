@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from pydantic import BaseModel
 
-from meshnet.head.hop_times import HopTimesBook
-from meshnet.head.route_book import HopStatus, RouteBook
+from meshnet.head.route_book import HopStatus
+from services.head.head import Head
+from services.head.served_model import ServedModel
 
 
 class HopView(BaseModel):
     """One configured shard. The times are medians over its recent decode steps, in milliseconds."""
 
     endpoint: str
+    served_model_name: str
+    """The id of the model that it is configured for."""
     state: str
     reason: str | None = None
     layers: str | None = None
@@ -32,30 +35,38 @@ class HopView(BaseModel):
 
 
 class ClusterView(BaseModel):
-    """Every configured shard, in the order configured."""
+    """Every configured shard, in the order configured; once for each model that names it."""
 
     hops: list[HopView]
 
 
-def cluster_view(book: RouteBook, times: HopTimesBook) -> ClusterView:
+def cluster_view(head: Head) -> ClusterView:
     """What is known of the hops."""
     return ClusterView(
         hops=[
-            _hop_view(status, book.sessions(status.spec.endpoint), times) for status in book.status
+            _hop_view(model, status)
+            for model in head.models.values()
+            for status in model.book.status
         ]
     )
 
 
-def _hop_view(status: HopStatus, serving: int, times: HopTimesBook) -> HopView:
+def _hop_view(model: ServedModel, status: HopStatus) -> HopView:
     endpoint, info = status.spec.endpoint, status.info
     reason = status.error.message if status.error else None
     if info is None:
-        return HopView(endpoint=endpoint, state="unavailable", reason=reason)
+        return HopView(
+            endpoint=endpoint,
+            served_model_name=model.name,
+            state="unavailable",
+            reason=reason,
+        )
     view = HopView(
         endpoint=endpoint,
+        served_model_name=model.name,
         state=_state(status),
         reason=reason,
-        serving=serving,
+        serving=model.book.sessions(endpoint),
         layers=f"{info.start_layer}-{info.end_layer}",
         model=info.model,
         fingerprint=info.fingerprint,
@@ -66,7 +77,7 @@ def _hop_view(status: HopStatus, serving: int, times: HopTimesBook) -> HopView:
         sessions=info.cache.sessions,
         cached_bytes=info.cache.cached_bytes,
     )
-    recent = times.of(endpoint)
+    recent = model.kit.times.of(endpoint)
     if recent is None:
         return view
     return view.model_copy(

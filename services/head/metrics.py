@@ -10,6 +10,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 
 from meshnet.errors import MeshError
 from meshnet.generation import TokenEvent
+from meshnet.head.generator import Generator
 
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
 
@@ -23,9 +24,11 @@ class HeadMetrics:
             "meshnet_head_refusals", "Requests answered with an error", ["code"], registry=registry
         )
         self._generations = Counter(
-            "meshnet_head_generations", "Generations ended", ["outcome"], registry=registry
+            "meshnet_head_generations", "Generations ended", ["model", "outcome"], registry=registry
         )
-        self._tokens = Counter("meshnet_head_tokens", "Tokens generated", registry=registry)
+        self._tokens = Counter(
+            "meshnet_head_tokens", "Tokens generated", ["model"], registry=registry
+        )
         self._rebuilds = Counter(
             "meshnet_head_rebuilds", "Steps tried again", ["code"], registry=registry
         )
@@ -36,17 +39,33 @@ class HeadMetrics:
         )
         self._first_token = Histogram(
             "meshnet_head_time_to_first_token_seconds",
-            "From the request's first step to its first token",
+            "From a generation's beginning to its first token, waiting for its turn included",
+            ["model"],
             buckets=_SECONDS,
             registry=registry,
         )
         self._between_tokens = Histogram(
             "meshnet_head_inter_token_seconds",
             "From one token to the next",
+            ["model"],
             buckets=_SECONDS,
             registry=registry,
         )
-        self._active = Gauge("meshnet_head_active", "Generations running", registry=registry)
+        self._active = Gauge(
+            "meshnet_head_active", "Generations running", ["model"], registry=registry
+        )
+        self._waiting = Gauge(
+            "meshnet_head_waiting",
+            "Generations waiting for their turn",
+            ["model"],
+            registry=registry,
+        )
+
+    def watch(self, model: str, generator: Generator) -> None:
+        """Show how many generations of a model run, and how many wait, as it is when asked."""
+        most = generator.max_concurrent
+        self._active.labels(model).set_function(lambda: min(generator.active, most))
+        self._waiting.labels(model).set_function(lambda: max(generator.active - most, 0))
 
     def count_refusal(self, code: str) -> None:
         """Note one request that was answered with an error."""
@@ -60,23 +79,24 @@ class HeadMetrics:
         """Note what was computed again."""
         self._replayed.inc(layer_tokens)
 
-    async def observed(self, events: AsyncGenerator[TokenEvent]) -> AsyncGenerator[TokenEvent]:
-        """The same events, counted and timed. Closed together."""
+    async def observed(
+        self, events: AsyncGenerator[TokenEvent], model: str
+    ) -> AsyncGenerator[TokenEvent]:
+        """The same events of a model, counted and timed. Closed together."""
         last_at = perf_counter()
-        histogram = self._first_token
+        histogram = self._first_token.labels(model)
         outcome = "aborted"
         try:
-            with self._active.track_inprogress():
-                async with aclosing(events):
-                    async for event in events:
-                        now = perf_counter()
-                        histogram.observe(now - last_at)
-                        self._tokens.inc()
-                        last_at, histogram = now, self._between_tokens
-                        outcome = event.finish_reason or outcome
-                        yield event
+            async with aclosing(events):
+                async for event in events:
+                    now = perf_counter()
+                    histogram.observe(now - last_at)
+                    self._tokens.labels(model).inc(event.n_tokens)
+                    last_at, histogram = now, self._between_tokens.labels(model)
+                    outcome = event.finish_reason or outcome
+                    yield event
         finally:
-            self._generations.labels(outcome).inc()
+            self._generations.labels(model, outcome).inc()
 
     def render(self) -> bytes:
         """Everything, in Prometheus' text format."""

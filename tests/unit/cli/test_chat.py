@@ -46,8 +46,10 @@ class Endpoint:
         self.cluster = httpx.Response(200, json=CLUSTER)
         self.error: Exception | None = None
         self.asked: list[Json] = []
+        self.shown: set[str | None] = set()
 
     def __call__(self, request: httpx.Request) -> httpx.Response:
+        self.shown.add(request.headers.get("authorization"))
         if self.error:
             raise self.error
         match request.url.path:
@@ -98,6 +100,23 @@ def test_what_is_asked(endpoint: Endpoint) -> None:
     common = {"model": "smollm2", "stream": True, "stream_options": {"include_usage": True}}
     assert common | {"messages": messages, "max_tokens": 7} == endpoint.asked[0]
     assert endpoint.asked[1]["temperature"] == 0
+
+
+def test_another_model_is_asked_by_its_name(endpoint: Endpoint) -> None:
+    """With `--model` the endpoint is not asked which one it has."""
+    endpoint.models = httpx.Response(500)
+    assert run("chat", "Why?", "--model", "other").out == "Paris.\n"
+    assert endpoint.asked[0]["model"] == "other"
+
+
+def test_the_api_key_is_shown(endpoint: Endpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A key in the environment goes with every request; without one there is none."""
+    run("chat", "Why?", "--stats")
+    assert endpoint.shown == {None}
+    endpoint.shown.clear()
+    monkeypatch.setenv("MESHNET_API_KEY", "mesh_x")
+    run("chat", "Why?", "--stats")
+    assert endpoint.shown == {"Bearer mesh_x"}
 
 
 def test_one_question(endpoint: Endpoint) -> None:

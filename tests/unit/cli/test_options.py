@@ -3,13 +3,15 @@ from __future__ import annotations
 import pytest
 
 from services.cli.errors import BadOption
-from services.cli.head import parse_route
+from services.cli.head import parse_models, parse_route
 from services.cli.settings import load_settings
-from services.head.settings import HopSetting
+from services.head.settings import HopSetting, ModelSetting
 from services.shard.settings import ShardSettings
 from tests.unit.cli.running import run
 
 A, B = "http://127.0.0.1:8001", "https://b.example:8002"
+COMMANDS = ("up", "shard", "head", "chat", "key", "model")
+MODELS = f'[{{"model": "org/m", "served_model_name": "x", "route": [{{"endpoint": "{A}"}}]}}]'
 
 
 @pytest.mark.parametrize(
@@ -22,6 +24,9 @@ A, B = "http://127.0.0.1:8001", "https://b.example:8002"
         (["shard", "--threads", "0"], ["--threads", "greater than or equal to 1"]),
         (["head", "--model", "m"], ["--route", "MESHNET_HEAD_ROUTE"]),
         (["head", "--model", "m", "--route", "127.0.0.1:1"], ["--route", "http://HOST:PORT"]),
+        (["head", "--models", "[{}]"], ["--models", "model 0.model", '"served_model_name"']),
+        (["head", "--models", "[]"], ["--model:", "missing"]),
+        (["head", "--models", MODELS, "--model", "m"], ["--model:", "single model", "`models`"]),
         (["up", "--shards", "0"], ["--shards", "greater than or equal to 1"]),
         (["chat", "--url", "ftp://x", "hi"], ["--url", "http://HOST:PORT/v1"]),
         (["model", "get", "no-such-model"], ["no-such-model", "smollm2"]),
@@ -58,10 +63,10 @@ def test_no_command_prints_the_help() -> None:
     """Without a command, the help names all of them."""
     ended = run()
     assert ended.error_lines == []
-    assert [c for c in ("up", "shard", "head", "chat", "model") if c not in ended.out] == []
+    assert [c for c in COMMANDS if c not in ended.out] == []
 
 
-@pytest.mark.parametrize("command", ["up", "shard", "head", "chat", "model"])
+@pytest.mark.parametrize("command", COMMANDS)
 def test_help_does_not_show_what_is_for_our_children(command: str) -> None:
     """Every command has a help, and the children's option is in none of them."""
     ended = run(command, "--help")
@@ -118,3 +123,18 @@ def test_a_bad_route_says_what_is_allowed(text: str) -> None:
     """A route that names no hop, or a hop wrongly, is refused with an example."""
     with pytest.raises(BadOption, match=r"^--route: .*allowed: http://HOST:PORT"):
         parse_route(text)
+
+
+def test_models_are_json() -> None:
+    """Each model with its name and its route."""
+    route = (HopSetting(endpoint=A),)
+    assert parse_models(MODELS) == (
+        ModelSetting(model="org/m", served_model_name="x", route=route),
+    )
+
+
+@pytest.mark.parametrize("text", ["", "org/m", "{}", '[{"model": "m"}]', '[{"model": 1}]'])
+def test_bad_models_say_what_is_allowed(text: str) -> None:
+    """What is no JSON, or describes a model wrongly, is refused with an example."""
+    with pytest.raises(BadOption, match=r'^--models: .*allowed: JSON: \[{"model"'):
+        parse_models(text)

@@ -39,6 +39,7 @@ def test_a_body_has_all_four_keys() -> None:
         ),
         (errors.ModelNotFound("x"), 404, "invalid_request_error", "model_not_found"),
         (errors.PayloadTooLarge("x"), 413, "invalid_request_error", "payload_too_large"),
+        (errors.UnsupportedMediaType("x"), 415, "invalid_request_error", "unsupported_media_type"),
         (errors.Unauthorized("x"), 401, "authentication_error", "invalid_api_key"),
         (errors.Forbidden("x"), 403, "permission_error", None),
     ],
@@ -53,6 +54,14 @@ def test_the_clients_faults(
     assert result.body["error"]["code"] == code
     assert result.body["error"]["message"] == "x"
     assert result.retry_after_s is None
+
+
+def test_too_many_requests() -> None:
+    """A key that was used too often is a 429 that says when to come back."""
+    error = errors.RateLimited("too often", retry_after_s=7)
+    body = error_body("too often", "rate_limit_error", code="rate_limit_exceeded")
+
+    assert answer(error) == ErrorAnswer(429, body, retry_after_s=7)
 
 
 @pytest.mark.parametrize(
@@ -93,6 +102,8 @@ def test_what_may_work_later_is_503(error: errors.MeshError, code: str) -> None:
         errors.InvalidRequest(SECRET, field="X-Meshnet-Shape", endpoint="http://10.0.0.3:8001"),
         errors.Unauthorized(SECRET, endpoint="http://10.0.0.3:8001"),
         errors.Forbidden(SECRET, endpoint="http://10.0.0.3:8001"),
+        errors.RateLimited(SECRET, endpoint="http://10.0.0.3:8001", retry_after_s=7),
+        errors.RateLimited(SECRET),
         RuntimeError(SECRET),
     ],
 )

@@ -1,16 +1,21 @@
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 
 import pytest
 from pydantic import BaseModel, ValidationError
 from pydantic_settings import BaseSettings, SettingsError
 
-from services.head.settings import HeadSettings, HopSetting
+from services.head.settings import HeadSettings, HopSetting, ModelSetting
 from services.shard.settings import ShardSettings
 
 SHARD = {"MESHNET_SHARD_MODEL": "m", "MESHNET_SHARD_LAYERS": "0-15"}
-HEAD = {"MESHNET_HEAD_MODEL": "m", "MESHNET_HEAD_ROUTE": '[{"endpoint": "http://a:1"}]'}
+ROUTE = '[{"endpoint": "http://a:1"}]'
+HEAD = {"MESHNET_HEAD_MODEL": "m", "MESHNET_HEAD_ROUTE": ROUTE}
+TWO_MODELS = f'[{{"model": "org/a", "route": {ROUTE}}}, {{"model": "org/b", "route": {ROUTE}}}]'
+SEVERAL = {"MESHNET_HEAD_MODELS": TWO_MODELS}
+DIGEST = "0" * 64
 
 
 def read(
@@ -118,6 +123,16 @@ def test_a_route_is_json(monkeypatch: pytest.MonkeyPatch) -> None:
         ("max_body_bytes", "0"),
         ("max_concurrent_requests", "0"),
         ("max_concurrent_requests", "129"),
+        ("max_queued_requests", "-1"),
+        ("max_choices", "0"),
+        ("max_choices", "129"),
+        ("stream_start_s", "0"),
+        ("stream_ping_s", "inf"),
+        ("strict_parameters", "perhaps"),
+        ("served_model_name", ""),
+        ("cors_origins", '["example.org"]'),
+        ("cors_origins", '["https://example.org/"]'),
+        ("cors_origins", '["https://*"]'),
         ("route", '[{"endpoint": "http://a:1"}, {"endpoint": "http://a:1", "start_layer": 2}]'),
         ("connect_timeout_s", "0"),
         ("probe_timeout_s", "0"),
@@ -148,6 +163,107 @@ def test_a_shard_named_twice_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     twice = '[{"endpoint": "http://b:1"}, {"endpoint": "http://a:1"}, {"endpoint": "http://b:1"}]'
     with pytest.raises(ValidationError, match="http://b:1 is named twice; allowed: each shard"):
         read(HeadSettings, HEAD | {"MESHNET_HEAD_ROUTE": twice}, monkeypatch)
+
+
+def read_head(environment: Mapping[str, str], monkeypatch: pytest.MonkeyPatch) -> HeadSettings:
+    settings = read(HeadSettings, environment, monkeypatch)
+    assert isinstance(settings, HeadSettings)
+    return settings
+
+
+def test_one_model_is_told_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Model, name and route make the one that is served."""
+    settings = read_head(HEAD | {"MESHNET_HEAD_SERVED_MODEL_NAME": "x"}, monkeypatch)
+    route = (HopSetting(endpoint="http://a:1"),)
+
+    assert settings.served == (ModelSetting(model="m", served_model_name="x", route=route),)
+    assert [model.name for model in settings.served] == ["x"]
+
+
+def test_several_models_are_a_list(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each has its own route, and unless named the last part of its path or id for a name."""
+    settings = read_head(SEVERAL, monkeypatch)
+
+    assert [model.name for model in settings.served] == ["a", "b"]
+    assert settings.served == settings.models
+
+
+@pytest.mark.parametrize(
+    ("environment", "named"),
+    [
+        ({"MESHNET_HEAD_MODEL": "m"}, ["route"]),
+        ({"MESHNET_HEAD_ROUTE": ROUTE}, ["model"]),
+        (SEVERAL | {"MESHNET_HEAD_MODEL": "m"}, ["model"]),
+        (SEVERAL | {"MESHNET_HEAD_SERVED_MODEL_NAME": "x"}, ["served_model_name"]),
+        (SEVERAL | HEAD, ["model", "route"]),
+        ({"MESHNET_HEAD_MODELS": "[]"}, ["model", "route"]),
+        ({"MESHNET_HEAD_MODELS": '[{"model": "m"}]'}, ["models"]),
+        ({"MESHNET_HEAD_MODELS": '[{"model": "m", "route": []}]'}, ["models"]),
+        ({"MESHNET_HEAD_MODELS": '[{"model": "m", "name": "n"}]'}, ["models"]),
+        ({"MESHNET_HEAD_MODELS": TWO_MODELS.replace("org/b", "org2/a")}, ["models"]),
+    ],
+)
+def test_the_models_are_told_in_one_way(
+    environment: Mapping[str, str], named: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Half of a model, two ways at once and an id given twice are told by their setting."""
+    assert named == faults(HeadSettings, environment, monkeypatch)
+
+
+def test_an_id_given_twice_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The error names the id, and that each is to be served once."""
+    twice = TWO_MODELS.replace("org/b", "org2/a")
+    with pytest.raises(ValidationError, match="a is named twice; allowed: each id once"):
+        read(HeadSettings, {"MESHNET_HEAD_MODELS": twice}, monkeypatch)
+
+
+def key(**changed: str) -> dict[str, str]:
+    return {"name": "alice", "sha256": DIGEST} | changed
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        [{"name": "alice"}],
+        [{"name": "alice", "key": "mesh_x"}],
+        [key(sha256="abc")],
+        [key(sha256="G" * 64)],
+        [key(name="")],
+        [key(name="a\nb")],
+        [key(rate_limit="often")],
+        [key(rate_limit="10/fortnight")],
+        [key(rate_limit="0/minute")],
+        [key(rate_limit="60/minute; 1000/day")],
+        [key(), key(sha256="1" * 64)],
+        [key(), key(name="bob")],
+    ],
+)
+def test_a_malformed_key_is_named(
+    keys: list[dict[str, str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is no digest, no name, no rate limit, or there twice stops the start."""
+    environment = HEAD | {"MESHNET_HEAD_API_KEYS": json.dumps(keys)}
+
+    assert faults(HeadSettings, environment, monkeypatch) == ["api_keys"]
+
+
+def test_a_key_may_have_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A key is a name, a digest, and a limit or none."""
+    keys = [key(rate_limit="60/minute"), {"name": "bob", "sha256": "1" * 64, "rate_limit": None}]
+    settings = read_head(HEAD | {"MESHNET_HEAD_API_KEYS": json.dumps(keys)}, monkeypatch)
+
+    assert [(key.name, key.rate_limit) for key in settings.api_keys] == [
+        ("alice", "60/minute"),
+        ("bob", None),
+    ]
+
+
+def test_origins_are_all_or_listed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every page may call unless a list says which; an empty one is none."""
+    assert read_head(HEAD, monkeypatch).cors_origins == ("*",)
+    for origins in ((), ("https://a.example", "http://localhost:3000")):
+        environment = {"MESHNET_HEAD_CORS_ORIGINS": json.dumps(origins)}
+        assert read_head(environment, monkeypatch).cors_origins == origins
 
 
 def test_nothing_may_be_kept(monkeypatch: pytest.MonkeyPatch) -> None:

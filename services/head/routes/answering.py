@@ -1,0 +1,91 @@
+"""The one way from a checked request to its response: planned, run over a route, and written."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import Callable
+from time import time  # noqa: TID251  # `created` is a wall-clock second by OpenAI's definition
+from typing import TypeVar
+
+from fastapi import Request, Response
+from fastapi.responses import JSONResponse
+
+from meshnet.generation import GenerationRequest
+from meshnet.head.call import Trace
+from meshnet.ids import is_traceparent, new_id
+from meshnet.openai.answers import AnswerPlan, Serving
+from meshnet.openai.bodies import Heading
+from meshnet.openai.choices import Events, merge
+from meshnet.openai.sampling_fields import SamplingFields
+from meshnet.openai.stream import collect_answer, stream_answer
+from meshnet.topology import Route
+from meshnet.wire.headers import TRACEPARENT
+from services.head.head import Head
+from services.head.routes.request import ignored_params, pinned_route
+from services.head.served_model import ServedModel
+from services.head.streaming import open_stream, until_client_leaves
+
+FieldsT = TypeVar("FieldsT", bound=SamplingFields)
+
+
+async def answer(
+    request: Request,
+    head: Head,
+    fields: FieldsT,
+    plan: Callable[[FieldsT, Serving], AnswerPlan],
+    kind: str,
+) -> Response:
+    """Answer a request, in one piece or as a stream.
+
+    Args:
+        request: Whose client is watched meanwhile.
+        head: Serves the model.
+        fields: The checked body.
+        plan: What is to be done for it; CPU work, run in a thread.
+        kind: How the answer's id begins.
+
+    Raises:
+        MeshError: The answer has not begun; once a stream has, it tells an error itself.
+        ClientLeft: Nobody waits for it any more.
+    """
+    model = head.model(fields.model)
+    model.check_admission()
+    pinned = await pinned_route(request, head, model)
+    route = pinned or await model.readiness.route()
+    serving = _serving(head, model, route, kind)
+    planned = await asyncio.to_thread(plan, fields, serving)
+    model.check_admission()  # others came meanwhile
+    events = merge([_events(request, head, model, one, pinned) for one in planned.generations])
+    headers = ignored_params(fields)
+    if not fields.stream:
+        body = await until_client_leaves(request, collect_answer(events, planned.writer))
+        return JSONResponse(body, headers=headers)
+    chunks = stream_answer(events, planned.writer, request_id=request.state.request_id)
+    return await open_stream(request, chunks, headers, planned.writer.fail)
+
+
+def _serving(head: Head, model: ServedModel, route: Route, kind: str) -> Serving:
+    heading = Heading(
+        id=f"{kind}{new_id()}",
+        created=int(time()),
+        model=model.name,
+        system_fingerprint=f"mesh_{route.hops[0].facts.revision[:12]}",
+    )
+    return Serving(
+        tokenizer=model.tokenizer,
+        grammars=model.grammars,
+        heading=heading,
+        max_positions=route.max_positions,
+        max_choices=head.settings.max_choices,
+        seed=secrets.randbits(63),
+    )
+
+
+def _events(
+    request: Request, head: Head, model: ServedModel, one: GenerationRequest, pinned: Route | None
+) -> Events:
+    given = request.headers.get(TRACEPARENT, "")
+    trace = Trace(request.state.request_id, given if is_traceparent(given) else None)
+    events = model.generator.generate(one, lambda: model.pipeline(trace, pinned))
+    return head.metrics.observed(events, model.name)
