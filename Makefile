@@ -7,7 +7,7 @@ INSTALLED := $(VENV)/.installed
 MODEL := .models/smollm2
 
 .DEFAULT_GOAL := help
-.PHONY: help install model demo up test check fmt lint types imports unit mesh e2e bench faults fuzz soak smoke clean
+.PHONY: help install model demo up test check fmt lint types imports unit mesh e2e clients docs bench faults fuzz soak smoke clean
 
 help:  ## Show the targets
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-9s %s\n", $$1, $$2}'
@@ -55,6 +55,12 @@ mesh: $(INSTALLED)  ## Real servers in one loop, tiny models
 e2e: model  ## Real processes and the real model
 	$(BIN)/pytest tests/e2e
 
+clients: model  ## Real clients of other people, our OpenAPI document, lm_eval
+	deploy/clients.sh
+
+docs: $(INSTALLED)  ## Write docs/parameters.md from the tables
+	$(BIN)/python -m benchmarks.parameters
+
 bench: model  ## Re-make the numbers and plots of the README and docs/
 	$(BIN)/python -m benchmarks.memory $(MODEL)
 	$(BIN)/python -m benchmarks.growth $(MODEL)
@@ -74,4 +80,4 @@ smoke: model  ## Build the images and try the composed cluster, where an engine 
 	deploy/ci.sh
 
 clean:  ## Remove what the targets made
-	rm -rf $(VENV) .models wheels build dist *.egg-info .pytest_cache .ruff_cache .coverage
+	rm -rf $(VENV) .venv-clients .venv-instructor tests/clients/node/node_modules .models wheels build dist *.egg-info .pytest_cache .ruff_cache .coverage

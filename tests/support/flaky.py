@@ -14,7 +14,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from meshnet.model.fake_stage import FakeStage, fake_facts
 from meshnet.model.interface import CacheState, StageOutput, StageStep
 from meshnet.topology import LayerSpan, ShardFacts
-from services.head.head import PROBE_PREFIX
+from services.head.probe import PROBE_PREFIX
 from services.shard.app import create_app as create_shard
 from services.shard.settings import ShardSettings
 from tests.support.mesh import VOCAB_SIZE, Shard, shard_settings

@@ -22,6 +22,7 @@ from services.head.settings import HeadSettings, HopSetting
 from services.shard.app import create_app as create_shard
 from services.shard.settings import ShardSettings
 from tests.support.http import plain_client
+from tests.support.openai_schema import SchemaCheck
 from tests.support.recorder import Recorder
 from tests.support.serving import Served, serve
 
@@ -145,11 +146,15 @@ async def serve_head(
     }
     settings = HeadSettings.model_validate(base | overrides)
     app = create_head(settings, tokenizer=tokenizer or number_tokenizer())
+    faults: list[str] = []
+    app.add_middleware(SchemaCheck, faults=faults)
     async with (
         serve(app) as head,
         plain_client(head.url) as client,
     ):
         yield head, client
+    if faults:
+        raise AssertionError("\n".join(faults))
 
 
 @asynccontextmanager

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from services.head.head import PROBE_PREFIX
+from services.head.probe import PROBE_PREFIX
 
 
 @dataclass(frozen=True)
