@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import base64
+import json
 import tracemalloc
+import zlib
 from array import array
 from collections.abc import AsyncGenerator
 from contextlib import AsyncExitStack
@@ -114,6 +117,7 @@ def _check_problem(response: httpx.Response, status: int, field: str) -> dict[st
 SESSION, CACHE, PAST_LEN = "X-Meshnet-Session", "X-Meshnet-Cache", "X-Meshnet-Past-Len"
 SHAPE, DTYPE, START = "X-Meshnet-Shape", "X-Meshnet-Dtype", "X-Meshnet-Start-Layer"
 SAMPLING, STEP, FINGERPRINT = "X-Meshnet-Sampling", "X-Meshnet-Step", "X-Meshnet-Fingerprint"
+CONTEXT = "X-Meshnet-Context-Bytes"
 
 MALFORMED = [
     (SESSION, ["", "a b", "../../etc", "a/b", TOO_LONG, b"caf\xe9"]),
@@ -128,7 +132,9 @@ MALFORMED = [
     (SAMPLING, ["", "{", "[]", "7", '"hot"', "nul", '{"temperature": "hot"}', '{"top_p": 1.1}']),
     (SAMPLING, ['{"temperature": NaN}', '{"temperature": Infinity}', '{"temperature": -0.1}']),
     (SAMPLING, ['{"top_k": -1}', '{"seed": 1e40}', '{"unknown": 1}', '{"logit_bias": {"1": 9}}']),
-    (SAMPLING, ["[" * 4000]),
+    (SAMPLING, ["[" * 4000, '{"%s": 1}' % ("x" * 4000), '{"repetition_penalty": 0}']),
+    (SAMPLING, ['{"top_logprobs": 21}', '{"min_p": 2}', '{"frequency_penalty": 2.1}']),
+    (CONTEXT, ["", "x", "-1", "1.5", "16777217", "9" * 5000]),
     ("X-Request-Id", ["a b", TOO_LONG]),
     ("traceparent", ["x" * 257]),
 ]
@@ -175,6 +181,8 @@ UNFIT = [
     pytest.param({SHAPE: "1,33,4"}, 413, SHAPE, "33", id="one-token-too-many"),
     pytest.param({DTYPE: "int32"}, 400, DTYPE, "int32", id="ids-for-a-later-hop"),
     pytest.param({DTYPE: "bfloat16"}, 400, DTYPE, "bfloat16", id="another-precision"),
+    pytest.param({CONTEXT: "2", SAMPLING: None}, 400, CONTEXT, "2", id="context-without-sampling"),
+    pytest.param({CONTEXT: "16777216"}, 413, CONTEXT, "16777216", id="context-no-model-needs"),
 ]
 
 
@@ -214,6 +222,70 @@ async def test_token_id_outside_the_vocabulary_is_named(at_first: Held, token_id
     problem = _check_problem(response, 400, "body")
     assert (token_id, f"0 to {VOCAB_SIZE - 1}") == (problem["value"], problem["allowed"])
     await at_first.check_untouched()
+
+
+def _mask(data: bytes) -> str:
+    return base64.b64encode(zlib.compress(data)).decode()
+
+
+BAD_CONTEXTS = [
+    b"{",
+    b"[]",
+    b"null",
+    b"\xff\xfe",
+    b"[" * 50_000,
+    b'{"unknown": 1}',
+    b'{"%s": 1}' % (b"x" * 50_000),
+    b'{"prompt_ids": [-1]}',
+    b'{"generated_ids": [64]}',
+    b'{"generated_ids": [%s]}' % b",".join([b"-1"] * 20_000),
+    b'{"banned_ids": [2147483647]}',
+    b'{"banned_ids": %s}' % json.dumps(list(range(VOCAB_SIZE))).encode(),
+    b'{"logit_bias": {"64": 1}}',
+    b'{"logit_bias": {"1": NaN}}',
+    b'{"logit_bias": {"1": 1e999}}',
+    b'{"logit_bias": {"1": 100.1}}',
+    b'{"next_ids": [1, 2]}',
+    b'{"next_ids": [64]}',
+    b'{"allowed": "no base64"}',
+    b'{"allowed": "AAAA"}',
+    json.dumps({"allowed": _mask(bytes(8))}).encode(),
+    json.dumps({"allowed": _mask(bytes(8) + b"\xff")}).encode(),
+    json.dumps({"allowed": _mask(b"\x01"), "banned_ids": [0]}).encode(),
+    json.dumps({"allowed": _mask(bytes(2**25))}).encode(),
+]
+
+
+@pytest.mark.parametrize("context", BAD_CONTEXTS, ids=lambda context: repr(context[:40]))
+async def test_bad_context_is_refused_and_changes_nothing(at_tail: Held, context: bytes) -> None:
+    """A context that is none, or does not fit model or step, is a 400 about the body."""
+    response = await at_tail.hop.step(
+        at_tail.session, "decode", len(PROMPT), [NEXT], context=context
+    )
+    problem = _check_problem(response, 400, "body")
+    assert problem["detail"].startswith("sampling context: ")
+    assert problem["allowed"]
+    await at_tail.check_untouched()
+
+
+@pytest.mark.parametrize("claimed", [1, 3])
+async def test_context_of_another_length_than_claimed_is_refused(
+    at_tail: Held, claimed: int
+) -> None:
+    """The body is the tensor and as many bytes as the header says, no more and no fewer."""
+    body = at_tail.hop.frame([NEXT]) + b"{}"
+    problem = _check_problem(await _decode(at_tail, {CONTEXT: str(claimed)}, body), 400, "body")
+    assert (problem["value"], problem["allowed"]) == ("18", 16 + claimed)
+    await at_tail.check_untouched()
+
+
+async def test_good_context_counts_for_its_step_only(at_tail: Held) -> None:
+    """Bias and mask make this step's token, and leave nothing behind for the next one."""
+    context = b'{"logit_bias": {"3": 100}}'
+    answer = await at_tail.hop.step(at_tail.session, "decode", len(PROMPT), [NEXT], context=context)
+    assert answer.json() == {"token_id": 3}
+    answer = await at_tail.hop.step(at_tail.session, "decode", len(PROMPT) + 1, [NEXT])
+    assert answer.json() == {"token_id": next_token([*PROMPT, NEXT, NEXT], VOCAB_SIZE)}
 
 
 async def _in_pieces(data: bytes) -> AsyncGenerator[bytes]:
@@ -426,8 +498,22 @@ BAD_FIELDS: list[tuple[dict[str, object], int, str | None, str]] = [
     ({"temperature": 2.1}, 400, None, "temperature"),
     ({"temperature": "hot"}, 400, None, "temperature"),
     ({"seed": 2**63}, 400, None, "seed"),
-    ({"n": 2}, 400, "unsupported_parameter", "n"),
-    ({"logprobs": True}, 400, "unsupported_parameter", "logprobs"),
+    ({"n": 0}, 400, None, "n"),
+    ({"n": 17}, 400, None, "n"),
+    ({"logprobs": 1}, 400, None, "logprobs"),
+    ({"top_logprobs": 2}, 400, None, "top_logprobs"),
+    ({"logprobs": True, "top_logprobs": 21}, 400, None, "top_logprobs"),
+    ({"stop": ""}, 400, None, "stop[0]"),
+    ({"stop": ["a"] * 17}, 400, None, "stop"),
+    ({"min_p": 1.1}, 400, None, "min_p"),
+    ({"top_k": -2}, 400, None, "top_k"),
+    ({"frequency_penalty": -2.1}, 400, None, "frequency_penalty"),
+    ({"repetition_penalty": 0}, 400, None, "repetition_penalty"),
+    ({"response_format": {"type": "xml"}}, 400, None, "response_format.type"),
+    ({"tools": []}, 400, None, "tools"),
+    ({"tool_choice": "required"}, 400, None, "tool_choice"),
+    ({"audio": {"voice": "alloy"}}, 400, "unsupported_parameter", "audio"),
+    ({"functions": [{"name": "f"}]}, 400, "unsupported_parameter", "functions"),
 ]
 
 

@@ -159,7 +159,9 @@ def _is_idle(mesh: Mesh) -> Callable[[], Awaitable[bool]]:
 
     async def is_idle() -> bool:
         metrics = (await mesh.client.get("/metrics")).text
-        return "meshnet_head_active 0.0" in metrics and set(await mesh.usage()) == {(0, 0)}
+        return 'meshnet_head_active{model="fake"} 0.0' in metrics and set(await mesh.usage()) == {
+            (0, 0)
+        }
 
     return is_idle
 

@@ -18,7 +18,7 @@ from starlette.routing import Route
 
 from meshnet.model.fake_stage import HIDDEN_SIZE, fake_facts, next_token
 from meshnet.topology import LayerSpan
-from services.head.head import PROBE_PREFIX
+from services.head.probe import PROBE_PREFIX
 from tests.support.mesh import (
     VOCAB_SIZE,
     Shard,

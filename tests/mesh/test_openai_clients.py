@@ -184,6 +184,44 @@ async def test_stream_helper_puts_the_answer_together(ending: Mesh) -> None:
     assert await _in_thread(ending, work) == TWO
 
 
+async def test_stream_helper_takes_several_answers(ending: Mesh) -> None:
+    """With `n` the helper puts each choice together; it dies if the second one's role is first."""
+    async with (
+        _client_of(ending.head) as client,
+        client.chat.completions.stream(**ASK, n=3) as stream,
+    ):
+        final = await stream.get_final_completion()
+    told = [(c.index, c.message.content, c.finish_reason) for c in final.choices]
+    assert told == [(index, TWO, "stop") for index in range(3)]
+
+
+async def test_scores_are_told_token_by_token(client: AsyncOpenAI) -> None:
+    """Asked for, each token has its score and its alternatives, streamed or not."""
+    whole = (await _answer(client, logprobs=True, top_logprobs=2)).choices[0].logprobs
+    stream = await _stream(client, logprobs=True, top_logprobs=2)
+    parts = [chunk.choices[0].logprobs async for chunk in stream]
+    assert whole is not None
+    assert whole.content is not None
+    assert "".join(token.token for token in whole.content) == TEXT
+    assert [len(token.top_logprobs) for token in whole.content] == [2] * N_TOKENS
+    told = [token for part in parts if part is not None for token in part.content or ()]
+    assert told == whole.content
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_stop_string_ends_the_answer(client: AsyncOpenAI, *, stream: bool) -> None:
+    """The text ends before the string, which is over two tokens, and the reason is `stop`."""
+    stop = TEXT[TEXT.index("<", 1) - 2 :][:4]
+    expected = (TEXT[: TEXT.index(stop)], "stop")
+    if stream:
+        choices = [chunk.choices[0] async for chunk in await _stream(client, stop=[stop])]
+        text = "".join(choice.delta.content or "" for choice in choices)
+        assert (text, choices[-1].finish_reason) == expected
+    else:
+        choice = (await _answer(client, stop=[stop])).choices[0]
+        assert (choice.message.content, choice.finish_reason) == expected
+
+
 async def test_stream_helper_tells_an_answer_that_was_cut(client: AsyncOpenAI) -> None:
     """Where `max_tokens` ended the answer, the helper's last call says so as openai's does."""
     async with client.chat.completions.stream(**ASK) as stream:
@@ -295,8 +333,8 @@ async def test_unsupported_parameter_is_a_bad_request_with_its_code(
 ) -> None:
     """What is not implemented is refused by name and never passed over in silence."""
     with pytest.raises(openai.BadRequestError) as caught:
-        await _answer(client, n=2, stream=stream)
-    assert (caught.value.param, caught.value.code) == ("n", "unsupported_parameter")
+        await _answer(client, modalities=["text", "audio"], stream=stream)
+    assert (caught.value.param, caught.value.code) == ("modalities", "unsupported_parameter")
 
 
 async def test_too_long_a_request_says_so_in_its_text(client: AsyncOpenAI) -> None:

@@ -22,7 +22,7 @@ from meshnet.model.interface import StageModel
 from meshnet.model.loading import plan_stage
 from meshnet.topology import LayerSpan
 from meshnet.wire import problems
-from services.head.head import PROBE_PREFIX
+from services.head.probe import PROBE_PREFIX
 from services.shard.app import create_app as create_shard
 from tests.support.http import plain_client
 from tests.support.mesh import (
@@ -402,7 +402,9 @@ async def test_client_that_leaves_during_recovery_ends_it() -> None:
 
         async def is_over() -> bool:
             metrics = (await mesh.client.get("/metrics")).text
-            return "meshnet_head_active 0.0" in metrics and bool(mesh.shards[0].recorder.closed)
+            return 'meshnet_head_active{model="fake"} 0.0' in metrics and bool(
+                mesh.shards[0].recorder.closed
+            )
 
         await eventually(is_over, within_s=10)
         assert (await get_shard(mesh.shards[0].url))["cache"]["sessions"] == 0

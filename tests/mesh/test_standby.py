@@ -560,7 +560,7 @@ async def test_streams_that_begin_at_once_are_spread() -> None:
     tokenizer = number_tokenizer()
     encode, all_wait = tokenizer.encode_chat, threading.Barrier(4)
 
-    def encode_together(messages: Sequence[Mapping[str, object]]) -> list[int]:
+    def encode_together(messages: Sequence[Mapping[str, object]], **_: object) -> list[int]:
         all_wait.wait(timeout=10)
         return encode(messages)
 
@@ -574,13 +574,13 @@ async def test_streams_that_begin_at_once_are_spread() -> None:
 
 
 async def _is_idle(client: httpx.AsyncClient) -> bool:
-    return "meshnet_head_active 0.0" in (await client.get("/metrics")).text
+    return 'meshnet_head_active{model="fake"} 0.0' in (await client.get("/metrics")).text
 
 
 async def test_request_that_was_refused_counts_for_no_shard() -> None:
     """A 503 for want of a place leaves no shard looking busy."""
     stages = slow_stages(*TWO, delay_s=0.01)
-    async with serve_mesh(stages, max_concurrent_requests=1) as mesh:
+    async with serve_mesh(stages, max_concurrent_requests=1, max_queued_requests=0) as mesh:
         await eventually(lambda: _is_ready(mesh.client), within_s=10)
         async with open_stream(mesh.client, spell(PROMPT), max_tokens=100) as stream:
             await anext(stream)

@@ -98,7 +98,9 @@ async def _full_mesh(n_places: int) -> AsyncGenerator[tuple[Mesh, asyncio.Event]
         del step
         await go_on.wait()
 
-    async with serve_mesh(fake_stages(*SPANS), max_concurrent_requests=n_places) as mesh:
+    async with serve_mesh(
+        fake_stages(*SPANS), max_concurrent_requests=n_places, max_queued_requests=0
+    ) as mesh:
         mesh.shards[1].recorder.before_step = hold
         running = [asyncio.create_task(_both_ways(mesh, number, 5)) for number in range(n_places)]
 
