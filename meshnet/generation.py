@@ -152,7 +152,7 @@ def uniform(seed: int, position: int) -> float:
 
 
 class Constraint(Protocol):
-    """Follows one answer and knows what may come next in it; see meshnet.text.grammar."""
+    """Follows one answer and knows what may come next in it; see meshnet.grammar.compiler."""
 
     def allowed(self) -> bytes:
         """The next token's mask, see `is_allowed`; at least one token is.

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from meshnet.generation import GenerationRequest
+from meshnet.grammar.compiler import GrammarCompiler
 from meshnet.openai.bodies import Heading
 from meshnet.openai.sampling_fields import choice_seed
 from meshnet.openai.stream import AnswerWriter
-from meshnet.text.grammar import GrammarCompiler
 from meshnet.text.tokenizer import ChatTokenizer
 
 

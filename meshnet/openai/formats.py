@@ -15,7 +15,7 @@ from pydantic import (
 )
 
 from meshnet.generation import Grammar
-from meshnet.text.grammar import GrammarCompiler
+from meshnet.grammar.compiler import GrammarCompiler
 
 _TYPE_OF: Final = {"json_schema": "json_schema", "pattern": "regex", "grammar": "grammar"}
 

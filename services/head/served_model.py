@@ -12,13 +12,13 @@ from time import (
     time,  # noqa: TID251  # a model card's `created` is a wall-clock second
 )
 
+from meshnet.grammar.compiler import GrammarCompiler
 from meshnet.head.call import Trace
 from meshnet.head.generator import Generator, TextModel
 from meshnet.head.hop_client import HopClient
 from meshnet.head.pipeline import Pipeline, PipelineKit
 from meshnet.head.readiness import Readiness
 from meshnet.head.route_book import PinnedShards, RouteBook
-from meshnet.text.grammar import GrammarCompiler
 from meshnet.text.tokenizer import ChatTokenizer
 from meshnet.topology import HopSpec, Route
 from services.head.probe import probe_over

@@ -9,8 +9,8 @@ from random import Random
 import pytest
 
 from meshnet.errors import InvalidRequest
-from meshnet.text.grammar_engine import Engine
-from meshnet.text.json_schema import to_engine_schema
+from meshnet.grammar.engine import Engine
+from meshnet.grammar.json_schema import to_engine_schema
 from meshnet.text.tokenizer import ChatTokenizer
 from tests.support.schemas import DRAFTS, Scribbler, cases
 

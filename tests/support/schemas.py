@@ -21,7 +21,7 @@ import numpy as np
 from llguidance import LLMatcher, LLTokenizer
 from numpy.typing import NDArray
 
-from meshnet.text.json_schema import to_engine_schema
+from meshnet.grammar.json_schema import to_engine_schema
 
 DRAFTS: Final[dict[str, Any]] = {
     "draft2020-12": jsonschema.Draft202012Validator,

@@ -8,8 +8,8 @@ from typing import cast
 
 from meshnet.errors import InvalidRequest
 from meshnet.generation import TokenEvent, TokenScore
+from meshnet.grammar.compiler import CompiledGrammar, GrammarCompiler
 from meshnet.openai.bodies import Heading
-from meshnet.text.grammar import CompiledGrammar, GrammarCompiler
 
 HEADING = Heading(id="id-1", created=5, model="m", system_fingerprint="fp_1")
 IDENTITY = {"id": "id-1", "created": 5, "model": "m", "system_fingerprint": "fp_1"}

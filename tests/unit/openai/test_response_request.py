@@ -10,12 +10,12 @@ from openai.types.responses.response_create_params import ResponseCreateParamsBa
 
 from meshnet.errors import ContextLengthExceeded, InvalidRequest, UnsupportedParameter
 from meshnet.generation import Sampling, TokenEvent, TokenScore
+from meshnet.grammar.compiler import GrammarCompiler
 from meshnet.openai.answers import AnswerPlan, Serving
 from meshnet.openai.chat_request import ChatRequest, parse_chat_request
 from meshnet.openai.parameters import RESPONSES
 from meshnet.openai.response_answer import Echo
 from meshnet.openai.response_request import ResponseFields, parse_response_request, plan_response
-from meshnet.text.grammar import GrammarCompiler
 from tests.support.mesh import number_tokenizer
 from tests.unit.openai.making import HEADING
 

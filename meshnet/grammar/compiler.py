@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Final, Protocol
 
 from meshnet.errors import HopProtocolError, InvalidRequest, UnsupportedParameter
-from meshnet.text.engine_process import (
+from meshnet.grammar.engine_process import (
     OK,
     REFUSED,
     UNKNOWN,
@@ -20,7 +20,7 @@ from meshnet.text.engine_process import (
     Question,
     Settings,
 )
-from meshnet.text.json_schema import to_engine_schema
+from meshnet.grammar.json_schema import to_engine_schema
 
 DEFAULT_LIMIT_S: Final = 5.0
 
@@ -42,7 +42,7 @@ class GrammarCompiler:
     """Makes grammars for one model. Its methods may be called by several threads at once.
 
     The work is done in a process of its own, which is started in most of a second when it is first
-    needed: a schema could stop the head for good. See `grammar_engine`.
+    needed: a schema could stop the head for good. See `engine`.
 
     Args:
         tokenizer: The model's.

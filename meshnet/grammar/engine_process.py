@@ -1,4 +1,4 @@
-"""The process of a grammar engine, as seen by who asks it; see `grammar_engine`."""
+"""The process of a grammar engine, as seen by who asks it; see `engine`."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ UNKNOWN: Final = b"?"
 Kind = Literal["json_schema", "regex", "lark"]
 
 _START_LIMIT_S: Final = 60.0
-_MODULE: Final = "meshnet.text.grammar_engine"
+_MODULE: Final = "meshnet.grammar.engine"
 
 
 class Settings(TypedDict):

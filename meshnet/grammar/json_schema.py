@@ -16,7 +16,7 @@ from typing import Final, cast
 from urllib.parse import unquote
 
 from meshnet.errors import InvalidRequest
-from meshnet.text.ecma_regex import to_engine
+from meshnet.grammar.ecma_regex import to_engine
 
 Members = dict[str, object]
 

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from meshnet.text.ecma_regex import to_engine
+from meshnet.grammar.ecma_regex import to_engine
 from tests.support.schemas import byte_matcher, forms, takes
 
 

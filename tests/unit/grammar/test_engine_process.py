@@ -8,8 +8,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from meshnet.errors import Draining, ModelError
-from meshnet.text import engine_process
-from meshnet.text.engine_process import (
+from meshnet.grammar import engine_process
+from meshnet.grammar.engine_process import (
     OK,
     REFUSED,
     UNKNOWN,

@@ -8,8 +8,8 @@ from random import Random
 import pytest
 
 from meshnet.errors import InvalidRequest
-from meshnet.text.grammar_engine import Engine
-from meshnet.text.json_schema import to_engine_schema
+from meshnet.grammar.engine import Engine
+from meshnet.grammar.json_schema import to_engine_schema
 from meshnet.text.token_bytes import TokenBytes
 from tests.support.schemas import Case, Scribbler, byte_matcher, cases, forms, takes
 from tests.unit.text.making import EOS_ID, byte_level_tokenizer

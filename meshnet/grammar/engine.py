@@ -1,8 +1,8 @@
 """Compiles grammars and follows answers through them, in a process of its own.
 
 Some schemas of a few hundred bytes make llguidance compute for hours, fill the memory or overflow
-its stack, and nothing can stop a thread. So `meshnet.text.grammar` runs it here, sets a limit in
-time, and starts another when that is over: `python -m meshnet.text.grammar_engine FD SECONDS`.
+its stack, and nothing can stop a thread. So `meshnet.grammar.compiler` runs it here, sets a limit
+in time, and starts another when that is over: `python -m meshnet.grammar.engine FD SECONDS`.
 
 A question is JSON, an answer is bytes. The first question is of the model, `Settings`, and is
 answered once the engine is ready.
@@ -24,7 +24,7 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 from tokenizers import Tokenizer
 
 from meshnet.errors import InvalidRequest
-from meshnet.text.engine_process import OK, REFUSED, UNKNOWN, Definition, Question, Settings
+from meshnet.grammar.engine_process import OK, REFUSED, UNKNOWN, Definition, Question, Settings
 from meshnet.text.token_bytes import TokenBytes
 
 Key = TypeVar("Key")

@@ -12,9 +12,17 @@ import pytest
 from tokenizers import Tokenizer
 
 from meshnet.errors import InvalidRequest
-from meshnet.text import grammar_engine
-from meshnet.text.engine_process import OK, REFUSED, UNKNOWN, Definition, Kind, Question, Settings
-from meshnet.text.grammar_engine import Engine
+from meshnet.grammar import engine as engine_module
+from meshnet.grammar.engine import Engine
+from meshnet.grammar.engine_process import (
+    OK,
+    REFUSED,
+    UNKNOWN,
+    Definition,
+    Kind,
+    Question,
+    Settings,
+)
 from meshnet.text.tokenizer import ChatTokenizer
 from tests.support.mesh import VOCAB_SIZE, number_tokenizer
 from tests.unit.text.making import (
@@ -170,8 +178,8 @@ def test_a_tokenizer_of_any_other_kind() -> None:
 
 def test_a_text_without_a_choice_is_cut_as_the_tokenizer_does() -> None:
     """Byte-level BPE cuts it itself; where it would add a space, the longest pieces are taken."""
-    pieces = grammar_engine.Pieces(settings_of())
-    others = grammar_engine.Pieces(settings_of(SENTENCEPIECE, (EOS_ID,), N_PIECES))
+    pieces = engine_module.Pieces(settings_of())
+    others = engine_module.Pieces(settings_of(SENTENCEPIECE, (EOS_ID,), N_PIECES))
     texts = (b"hello world <|end|>", " 日本語".encode(), b"")
 
     assert pieces(texts[0]) == [*encode("hello world <|"), *encode("end"), *encode("|>")]
@@ -290,8 +298,8 @@ def test_an_error_is_an_answer() -> None:
 
 def test_the_last_used_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
     """What was not used for the longest is forgotten, and told again changes nothing."""
-    monkeypatch.setattr(grammar_engine, "_MAX_GRAMMARS", 2)
-    monkeypatch.setattr(grammar_engine, "_MAX_ANSWERS", 1)
+    monkeypatch.setattr(engine_module, "_MAX_GRAMMARS", 2)
+    monkeypatch.setattr(engine_module, "_MAX_ANSWERS", 1)
     engine = engine_of("ab")
     engine.compile("h", {"kind": "regex", "text": "cd"})
     first = engine.mask("g", 0, encode("a"))
@@ -312,7 +320,7 @@ def test_questions_are_answered_until_nobody_asks(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(signal, "setitimer", set_timer)
     ours, theirs = Pipe()
     with ThreadPoolExecutor(1) as pool, theirs:
-        served = pool.submit(grammar_engine.serve, theirs, limit_s=60)
+        served = pool.submit(engine_module.serve, theirs, limit_s=60)
         ours.send_bytes(json.dumps(settings_of()).encode())
         assert ours.recv_bytes() == OK
         ours.send_bytes(json.dumps(question(regex="ab")).encode())
@@ -329,12 +337,12 @@ def test_questions_are_answered_until_nobody_asks(monkeypatch: pytest.MonkeyPatc
 def test_memory_has_a_limit(monkeypatch: pytest.MonkeyPatch, most: int, limit: int) -> None:
     """The process may use 2 GiB, or as much as it may anyway, and serves what it is told."""
     set_limit, serve = Mock(), Mock()
-    monkeypatch.setattr(sys, "argv", ["grammar_engine", "7", "2.5"])
+    monkeypatch.setattr(sys, "argv", ["engine", "7", "2.5"])
     monkeypatch.setattr(resource, "getrlimit", Mock(return_value=(0, most)))
     monkeypatch.setattr(resource, "setrlimit", set_limit)
-    monkeypatch.setattr(grammar_engine, "Connection", int)
-    monkeypatch.setattr(grammar_engine, "serve", serve)
-    grammar_engine.main()
+    monkeypatch.setattr(engine_module, "Connection", int)
+    monkeypatch.setattr(engine_module, "serve", serve)
+    engine_module.main()
 
     set_limit.assert_called_once_with(resource.RLIMIT_AS, (limit, most))
     serve.assert_called_once_with(7, 2.5)

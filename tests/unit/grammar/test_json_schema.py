@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from llguidance import LLMatcher, LLTokenizer
 
 from meshnet.errors import InvalidRequest
-from meshnet.text.json_schema import to_engine_schema
+from meshnet.grammar.json_schema import to_engine_schema
 from tests.support.schemas import byte_matcher, forms, is_valid, takes
 
 FIELD = "response_format.json_schema.schema"

@@ -9,7 +9,7 @@ import pytest
 
 from meshnet.errors import HopProtocolError, InvalidRequest, UnsupportedParameter
 from meshnet.generation import Constraint, Grammar
-from meshnet.text.grammar import GrammarCompiler
+from meshnet.grammar.compiler import GrammarCompiler
 from tests.unit.text.making import EOS_ID, byte_level_tokenizer
 
 TOKENIZER = byte_level_tokenizer()
