@@ -32,7 +32,7 @@ INVALID: Final[tuple[dict[str, object], ...]] = (
     {"messages": [{"role": "king", "content": "hi"}]},
     {"max_tokens": 0},
     {"temperature": 3},
-    {"n": 2},
+    {"n": 0},
     {"max_tokens": 100_000},
 )
 """Changes after which a request is refused with a 400."""
