@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from enum import Enum
@@ -12,6 +13,7 @@ PATIENCE_S: Final = 20.0
 """How long an answer that must come may take on a busy machine; longer is a hang."""
 SHORT_PATIENCE_S: Final = 0.1
 """How long to wait where the shard rightly waits for more."""
+_RECEIVED_AT_ONCE: Final = 2**16
 
 
 @dataclass(frozen=True)
@@ -80,27 +82,42 @@ class Answer:
 async def exchange(
     port: int, data: bytes, *, method: str = "POST", patience_s: float = PATIENCE_S
 ) -> Answer | NoAnswer:
-    """Send bytes on a connection of their own, and read the first final answer."""
-    reader, writer = await asyncio.open_connection("127.0.0.1", port)
-    sending = asyncio.create_task(_send(writer, data))  # an early answer may end the sending
-    try:
-        return await asyncio.wait_for(_read_answer(reader, method), patience_s)
-    except TimeoutError:
-        return NoAnswer.SILENT
-    except (ConnectionError, asyncio.IncompleteReadError):
-        return NoAnswer.CLOSED
-    finally:
-        sending.cancel()
-        await asyncio.gather(sending, return_exceptions=True)
-        writer.close()
-        with suppress(ConnectionError):
-            await writer.wait_closed()
+    """Send bytes on a connection of their own, and read the first final answer.
+
+    On a bare socket: asyncio's streams give up reading when sending fails, and lose the answer of a
+    server that refused a long request before its end.
+    """
+    loop, reader = asyncio.get_running_loop(), asyncio.StreamReader()
+    with socket.create_connection(("127.0.0.1", port)) as connection:
+        connection.setblocking(False)  # noqa: FBT003  # its one way to say it
+        talking = [
+            asyncio.create_task(_send(loop, connection, data)),
+            asyncio.create_task(_receive(loop, connection, reader)),
+        ]
+        try:
+            return await asyncio.wait_for(_read_answer(reader, method), patience_s)
+        except TimeoutError:
+            return NoAnswer.SILENT
+        except asyncio.IncompleteReadError:
+            return NoAnswer.CLOSED
+        finally:
+            for task in talking:
+                task.cancel()
+            await asyncio.gather(*talking, return_exceptions=True)
 
 
-async def _send(writer: asyncio.StreamWriter, data: bytes) -> None:
+async def _send(loop: asyncio.AbstractEventLoop, connection: socket.socket, data: bytes) -> None:
+    with suppress(ConnectionError):  # an early answer may end the sending
+        await loop.sock_sendall(connection, data)
+
+
+async def _receive(
+    loop: asyncio.AbstractEventLoop, connection: socket.socket, reader: asyncio.StreamReader
+) -> None:
     with suppress(ConnectionError):
-        writer.write(data)
-        await writer.drain()
+        while part := await loop.sock_recv(connection, _RECEIVED_AT_ONCE):
+            reader.feed_data(part)
+    reader.feed_eof()
 
 
 async def _read_answer(reader: asyncio.StreamReader, method: str) -> Answer:
@@ -122,7 +139,7 @@ async def _read_body(reader: asyncio.StreamReader, headers: dict[str, str]) -> b
     if headers.get("transfer-encoding") != "chunked":
         return await reader.read()
     parts: list[bytes] = []
-    while size := int(await reader.readline(), 16):
+    while size := int(await reader.readuntil(b"\n"), 16):
         parts.append(await reader.readexactly(size))
         await reader.readexactly(2)
     await reader.readexactly(2)
