@@ -90,7 +90,7 @@ class LibraryHead:
         """
         route = await self.route()
         pipeline = self.pipeline(_without_caches(route) if stateless else route)
-        generator = Generator(TextModel(frozenset(), _NoText, lambda _: []), max_concurrent=1)
+        generator = Generator(TextModel(frozenset(), _NoText, lambda _: []))
         request = GenerationRequest(tuple(prompt), n_tokens, sampling or Sampling())
         tokens: list[int] = []
         async for event in generator.generate(request, lambda: pipeline):

@@ -96,11 +96,29 @@ class ShardFacts:
     max_positions: int
     kv_cache: bool = True
     max_step_tokens: int = 2**31 - 1
+    state_base_bytes: int = 0
+    """A session of n tokens takes at most this plus n times `state_token_bytes` of the cache."""
+    state_token_bytes: int = 0
+    """0, and 0 for the base: not told."""
+    cache_bytes: int = 2**63 - 1
+    """What all sessions may take together."""
+    max_sessions: int = 2**31 - 1
     transformers_version: str = ""
     weights: str | None = None
     """Digest of the whole checkpoint, `KIND-VALUE`; only those of one kind can be compared."""
     layer_digests: tuple[str, ...] = ()
     """Digests of what the shard holds of each layer of its span, ends included; or none at all."""
+
+    @property
+    def max_session_tokens(self) -> int:
+        """The longest sequence, in tokens, that the model takes, and one session's state may."""
+        if not self.kv_cache or self.session_bytes(self.max_positions) <= self.cache_bytes:
+            return self.max_positions
+        return max(0, (self.cache_bytes - self.state_base_bytes) // max(1, self.state_token_bytes))
+
+    def session_bytes(self, n_tokens: int) -> int:
+        """The most that the state of so many tokens takes of the cache, as far as was told."""
+        return self.state_base_bytes + n_tokens * self.state_token_bytes
 
     def digest_of(self, layer: int) -> str | None:
         """The digest of one layer of the span."""
@@ -134,7 +152,7 @@ class Route:
     @property
     def max_positions(self) -> int:
         """The longest sequence, in tokens, that every hop can take."""
-        longest = min(hop.facts.max_positions for hop in self.hops)
+        longest = min(hop.facts.max_session_tokens for hop in self.hops)
         # Without caches every step is the whole sequence.
         return min(longest, self.max_step_tokens) if self.stateless else longest
 

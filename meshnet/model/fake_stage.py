@@ -10,13 +10,14 @@ from __future__ import annotations
 import hashlib
 from array import array
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import exp, log
 from typing import cast
 
 from meshnet.errors import StageError
 from meshnet.generation import Sampling, SamplingContext, TokenScore, is_allowed
-from meshnet.model.interface import CacheState, StageOutput, StageStep
+from meshnet.model.interface import CacheState, StageOutput, StageStep, StateCost
 from meshnet.topology import LayerSpan, ShardFacts
 from meshnet.wire.frames import Frame
 from meshnet.wire.messages import TailAnswer
@@ -111,15 +112,25 @@ def score_token(ids: list[int], token_id: int, vocab_size: int, n_top: int) -> T
 
 
 class FakeStage:
-    """A StageModel whose layers do nothing."""
+    """A StageModel whose layers do nothing.
+
+    Attributes:
+        batch_sizes: How many steps each batch had, in order.
+    """
 
     def __init__(self, facts: ShardFacts) -> None:
+        self.batch_sizes: list[int] = []
         self._facts = facts
 
     @property
     def facts(self) -> ShardFacts:
         """What the stage is a piece of."""
         return self._facts
+
+    @property
+    def state_cost(self) -> StateCost:
+        """A made-up cost a token."""
+        return StateCost(base_bytes=0, token_bytes=_BYTES_PER_TOKEN)
 
     def new_state(self, start_layer: int) -> FakeState:
         """An empty history."""
@@ -143,6 +154,19 @@ class FakeStage:
         if step.sampling is None:
             return TailAnswer()
         return self._answer(step, step.sampling, history.ids)
+
+    def run_batch(
+        self, works: Sequence[tuple[StageStep, CacheState]]
+    ) -> list[StageOutput | StageError]:
+        """Run them one by one; see StageModel.run_batch."""
+        self.batch_sizes.append(len(works))
+        return [self._outcome(step, state) for step, state in works]
+
+    def _outcome(self, step: StageStep, state: CacheState) -> StageOutput | StageError:
+        try:
+            return self.run(step, state)
+        except StageError as error:
+            return error
 
     def _answer(self, step: StageStep, sampling: Sampling, ids: list[int]) -> TailAnswer:
         vocab_size, n_top = self._facts.vocab_size, sampling.top_logprobs

@@ -31,6 +31,9 @@ from meshnet.errors import ModelError
 from meshnet.model.config_file import config_from_metadata, read_config
 from meshnet.model.gguf_header import GgufHeader, TensorInfo, read_header
 from meshnet.model.identity import StoredTensor, sample_digest
+from meshnet.model.weights.gguf_blocks import Blocks, is_kept
+from meshnet.model.weights.int4 import fits_int4
+from meshnet.model.weights.packing import Packing
 
 _ROWS_AT_ONCE = 1024
 
@@ -137,17 +140,31 @@ class GgufTensor:
         processed = self.processor.process(weights=values, name=self.info.name).weights
         return torch.from_numpy(np.ascontiguousarray(processed))[index]
 
+    def blocks(self, packing: Packing) -> Blocks | None:
+        """The tensor's blocks, in transformers' order of rows, if they can stay as they are."""
+        if not is_kept(self.info.kind, packing) or not fits_int4(*self.info.shape):
+            return None
+        raw = self._raw()
+        numbered = np.arange(len(raw), dtype=np.float32).reshape(-1, 1)
+        rows = self.processor.process(weights=numbered.copy(), name=self.info.name).weights
+        if not np.array_equal(np.sort(rows, axis=0), numbered):
+            return None  # transformers changes more than the order
+        _, block_bytes = GGML_QUANT_SIZES[self.info.kind]
+        ordered = torch.from_numpy(raw[rows.ravel().astype(np.int64)])
+        return Blocks(self.info.kind, ordered.unflatten(1, (-1, block_bytes)))
+
+    def _raw(self) -> np.ndarray[Any, np.dtype[np.uint8]]:
+        """[rows, bytes of a row], in the file's order of rows."""
+        block, block_bytes = GGML_QUANT_SIZES[self.info.kind]
+        *rows, columns = self.info.shape
+        stored = self.blob[self.info.start : self.info.start + self.info.nbytes]
+        return stored.reshape(int(np.prod(rows, dtype=np.int64)), columns // block * block_bytes)
+
     def _dequantised(self) -> np.ndarray[Any, np.dtype[np.float32]]:
         """Some rows at a time: dequantising makes several copies of what it is given."""
-        block, block_bytes = GGML_QUANT_SIZES[self.info.kind]
-        start = self.info.start
-        *rows, columns = self.info.shape
-        n_rows = int(np.prod(rows, dtype=np.int64))
-        raw = self.blob[start : start + self.info.nbytes].reshape(
-            n_rows, columns // block * block_bytes
-        )
-        values = np.empty((n_rows, columns), dtype=np.float32)
-        for row in range(0, n_rows, _ROWS_AT_ONCE):
+        raw = self._raw()
+        values = np.empty((len(raw), self.info.shape[-1]), dtype=np.float32)
+        for row in range(0, len(raw), _ROWS_AT_ONCE):
             some = raw[row : row + _ROWS_AT_ONCE]
             values[row : row + _ROWS_AT_ONCE] = dequantize(some, self.info.kind)
         return values.reshape(self.info.shape)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from meshnet.errors import StageError
 from meshnet.generation import NO_CONTEXT, Sampling, SamplingContext
 from meshnet.topology import ShardFacts
 from meshnet.wire.frames import Frame
@@ -61,12 +63,25 @@ class StageStep:
         return len(self.context.next_ids) + (tells_own and self.samples)
 
 
+@dataclass(frozen=True, slots=True)
+class StateCost:
+    """What a session's state takes: at most `base_bytes`, and `token_bytes` a token besides."""
+
+    base_bytes: int
+    token_bytes: int
+
+
 class StageModel(Protocol):
     """A span of layers that can be run. Not thread-safe: one compute thread calls it."""
 
     @property
     def facts(self) -> ShardFacts:
         """What the stage is a piece of."""
+        ...
+
+    @property
+    def state_cost(self) -> StateCost:
+        """A bound on `state_nbytes` at any length."""
         ...
 
     def new_state(self, start_layer: int) -> CacheState:
@@ -87,5 +102,24 @@ class StageModel(Protocol):
         Raises:
             StageError: The forward failed or gave numbers that are not finite. The state must be
                 discarded.
+        """
+        ...
+
+    def run_batch(
+        self, works: Sequence[tuple[StageStep, CacheState]]
+    ) -> list[StageOutput | StageError]:
+        """Run the next token of several sessions in one forward.
+
+        Args:
+            works: At least one. Each is a step of one token, with its session's own state, mutated
+                as in `run`. All have the same `start_layer`; positions may differ, and no state is
+                there twice.
+
+        Returns:
+            What became of each, in their order. A step that fails does so alone: its state must be
+            discarded, the others' are whole.
+
+        Raises:
+            StageError: The forward failed for all. Every state must be discarded.
         """
         ...

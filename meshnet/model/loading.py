@@ -6,7 +6,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -18,24 +17,19 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
     WeightConverter,
     WeightRenaming,
-    convert_and_load_state_dict_in_model,
     rename_source_key,
 )
-from transformers.modeling_utils import LoadStateDictConfig
-from transformers.utils import logging as transformers_logging
 
-from meshnet.errors import MeshError, ModelError
 from meshnet.model import split
-from meshnet.model.checkpoint import Checkpoint, LazyTensor, open_checkpoint, revision
+from meshnet.model.checkpoint import Checkpoint, open_checkpoint, revision
 from meshnet.model.gguf_file import GgufCheckpoint
 from meshnet.model.identity import LAYER_NUMBER, fingerprint, layer_digests
 from meshnet.model.tensors import torch_dtype
-from meshnet.model.torch_stage import TorchStage
+from meshnet.model.torch_stage import TorchStage, make_layers
+from meshnet.model.weights.filling import Meter, Metered, Progress, fill, incomplete
+from meshnet.model.weights.packing import Packing
 from meshnet.topology import LayerSpan, ShardFacts
 from meshnet.wire.frames import Dtype
-
-Progress = Callable[[int], None]
-"""Called with the bytes read so far, one call at a time, from any thread."""
 
 
 @dataclass(frozen=True)
@@ -48,37 +42,44 @@ class StagePlan:
     facts: ShardFacts
     names: Mapping[str, str]
     """Tensor name in the stage to tensor name in the checkpoint."""
-    twins: frozenset[str]
-    """Parameters of the stage that share another one's memory."""
+    twins: Mapping[str, str]
+    """Parameters of the stage that share another one's memory, and whose."""
+    packing: Packing | None
     n_threads: int | None
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the span's tensors in the stage's dtype."""
-        tensors = _tensors(self.piece.model)
+        """Bytes of the span's tensors in the stage's dtype, before any of them is packed."""
+        tensors = self.piece.model.state_dict(keep_vars=True)
         return sum(t.nbytes for name, t in tensors.items() if name not in self.twins)
 
     def load(self, progress: Progress = lambda _: None) -> TorchStage:
-        """Read the span's tensors; the plan is spent: the stage is made of its skeleton.
+        """Make the stage; the plan is spent. See `read`.
+
+        Raises:
+            ModelError: A tensor is missing, damaged or of another shape, or the span cannot run.
+            MeshError: `progress` raised it. Threads of the loader may end their tensor after that.
+        """
+        facts = self.read(progress)
+        return TorchStage(make_layers(self.piece, facts), facts)
+
+    def read(self, progress: Progress = lambda _: None) -> ShardFacts:
+        """Read the span's tensors into its piece, and say what it is now.
 
         Args:
             progress: Called after every tensor that was read and before every layer that is
                 hashed. A MeshError that it raises ends the loading.
-
-        Raises:
-            ModelError: A tensor is missing, damaged or of another shape.
-            MeshError: `progress` raised it. Threads of the loader may end their tensor after that.
         """
         if self.n_threads is not None:
             torch.set_num_threads(self.n_threads)
         model = self.piece.model
         lazy = self.checkpoint.open(set(self.names.values()))
-        meter = _Meter(progress, model.dtype.itemsize)
-        state = {name: _Metered(lazy[source], meter) for name, source in self.names.items()}
+        meter = Meter(progress, model.dtype.itemsize)
+        state = {name: Metered(lazy[source], meter) for name, source in self.names.items()}
         mapping = [] if isinstance(self.checkpoint, GgufCheckpoint) else _conversions(model)
-        _fill(model, state, mapping, self.twins)
+        fill(model, state, mapping, self.twins, self.packing)
         model.eval().requires_grad_(requires_grad=False)
-        return TorchStage(self.piece, self._identified(meter.tell))
+        return self._identified(meter.tell)
 
     def _identified(self, tick: Callable[[], None]) -> ShardFacts:
         """The facts, with what is known once the tensors are there."""
@@ -89,14 +90,20 @@ class StagePlan:
 
 
 def plan_stage(
-    model: str, span: LayerSpan, dtype: Dtype, *, n_threads: int | None = None
+    model: str,
+    span: LayerSpan,
+    dtype: Dtype,
+    *,
+    packing: Packing | None = None,
+    n_threads: int | None = None,
 ) -> StagePlan:
     """Check that `span` of `model` can be run here; reads headers and directories only.
 
     Args:
         model: See `open_checkpoint`.
         span: Layers to run.
-        dtype: Of weights, activations and caches.
+        dtype: Of activations and caches, and of the weights that are not packed.
+        packing: How linear layers' weights are packed; None leaves them as they are.
         n_threads: Threads that torch computes with in this process; None leaves its choice.
 
     Raises:
@@ -123,10 +130,10 @@ def plan_stage(
         weights=checkpoint.weights(),
     )
     held = piece.model.state_dict()
-    twins = frozenset(twin for twin, original in tied.items() if {twin, original} <= held.keys())
+    twins = {twin: one for twin, one in tied.items() if {twin, one} <= held.keys()}
     own_names = _own_names(names, span, piece, tied)
     _check_complete(own_names, piece.model, twins)
-    return StagePlan(model, checkpoint, piece, facts, own_names, twins, n_threads)
+    return StagePlan(model, checkpoint, piece, facts, own_names, twins, packing, n_threads)
 
 
 def _tied(skeleton: PreTrainedModel) -> Mapping[str, str]:
@@ -155,24 +162,14 @@ def _own_names(
     return {local: name for local, name in own.items() if local in wanted}
 
 
-def _check_complete(own: Collection[str], model: PreTrainedModel, twins: frozenset[str]) -> None:
+def _check_complete(own: Collection[str], model: PreTrainedModel, twins: Collection[str]) -> None:
     """Refuse now what the loader would find missing later, where names alone can tell."""
     wanted = _Wanted(model)
     if wanted.merges:  # several tensors make one: only the loader knows which
         return
-    missing = model.state_dict().keys() - {wanted.target(name) for name in own} - twins
+    missing = model.state_dict().keys() - {wanted.target(name) for name in own} - set(twins)
     if missing:
-        raise _incomplete("missing", missing)
-
-
-def _incomplete(fault: str, names: Collection[object]) -> ModelError:
-    some = ", ".join(sorted(map(str, names))[:4])
-    return ModelError(
-        f"{len(names)} tensors are {fault}: {some}",
-        field="model",
-        value=some,
-        allowed="a checkpoint with every tensor of the span",
-    )
+        raise incomplete("missing", missing)
 
 
 class _Wanted:
@@ -204,94 +201,3 @@ class _Wanted:
 def _conversions(model: PreTrainedModel) -> list[Any]:
     """Renames and mergings from the checkpoint's names to the family's own."""
     return get_model_conversion_mapping(model)
-
-
-def _tensors(model: PreTrainedModel) -> dict[str, torch.Tensor]:
-    return dict(model.state_dict(keep_vars=True))
-
-
-def _fill(
-    model: PreTrainedModel,
-    state: Mapping[str, LazyTensor],
-    mapping: list[Any],
-    twins: frozenset[str],
-) -> None:
-    """Let transformers' own loader fill the skeleton, renames and expert merging included."""
-    transformers_logging.disable_progress_bar()
-    config = LoadStateDictConfig(dtype=model.dtype, weight_mapping=mapping)
-    try:
-        report, _ = convert_and_load_state_dict_in_model(model, dict(state), config)
-    except (OSError, ValueError, RuntimeError) as error:
-        raise ModelError(f"the weights cannot be read: {error}", field="model") from error
-    faults = [
-        ("missing", report.missing_keys - twins),
-        ("of another shape", report.mismatched_keys),
-        ("not convertible", report.conversion_errors),
-    ]
-    for fault, keys in faults:
-        if keys:
-            raise _incomplete(fault, keys)
-    if twins:
-        model.tie_weights()
-    _make_buffers(model)
-
-
-def _make_buffers(model: PreTrainedModel) -> None:
-    """Compute what no checkpoint holds: rotary frequencies, embedding scales."""
-    for module in model.modules():
-        for name, buffer in module.named_buffers(recurse=False):
-            if buffer.is_meta:
-                setattr(module, name, torch.empty_like(buffer, device="cpu"))
-    model.initialize_weights()
-
-
-class _Meter:
-    """Counts what was read, in bytes of the stage's dtype, whatever the file's is.
-
-    Several threads read. Once the listener has raised a MeshError, none of them reads on.
-    """
-
-    def __init__(self, progress: Progress, itemsize: int) -> None:
-        self._progress = progress
-        self._itemsize = itemsize
-        self._seen = 0
-        self._stopped: MeshError | None = None
-        self._lock = threading.Lock()
-
-    def add(self, n_elements: int) -> None:
-        """Count a tensor and tell."""
-        with self._lock:
-            self._seen += n_elements * self._itemsize
-            self._tell()
-
-    def tell(self) -> None:
-        """Tell again what was read, so that the listener can stop the loading."""
-        with self._lock:
-            self._tell()
-
-    def _tell(self) -> None:
-        self.check()
-        try:
-            self._progress(self._seen)
-        except MeshError as error:
-            self._stopped = error
-            raise
-
-    def check(self) -> None:
-        """Raise what the listener raised, if it did."""
-        if self._stopped is not None:
-            raise self._stopped
-
-
-class _Metered:
-    """A lazy tensor that tells when it was read."""
-
-    def __init__(self, tensor: LazyTensor, meter: _Meter) -> None:
-        self._tensor = tensor
-        self._meter = meter
-
-    def __getitem__(self, index: Any) -> torch.Tensor:  # noqa: ANN401  # as slices of tensors go
-        self._meter.check()
-        value = self._tensor[index]
-        self._meter.add(value.numel())
-        return value

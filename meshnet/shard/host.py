@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from time import perf_counter
 from typing import Final, Protocol, cast
 
 import structlog
@@ -78,15 +79,16 @@ class ShardHost:
 
     async def load(self) -> None:
         """Load the stage. A failure is kept: `readiness` tells it, and `worker` raises it."""
+        began_at = perf_counter()
         try:
-            done = await self._compute.run(lambda: self._loader.load(self._note_progress))
+            stage = await self._compute.run(lambda: self._loader.load(self._note_progress))
         except Exception as error:  # noqa: BLE001  # else the shard would say "loading" for ever
             foreseen = isinstance(error, MeshError)
             self._failure = error if foreseen else ModelError(f"loading failed: {error!r}")
             _log.error("loading failed", reason=self._failure.message, exc_info=not foreseen)
             return
         self._worker = ShardWorker(
-            stage=done.result,
+            stage=stage,
             store=self.store,
             compute=self._compute,
             decode_log=self._decode_log,
@@ -95,7 +97,8 @@ class ShardHost:
             max_step_tokens=self._limits.max_step_tokens,
             kv_cache=self._kv_cache,
         )
-        _log.info("ready", span=str(done.result.facts.span), load_ms=round(done.compute_ms))
+        load_ms = round((perf_counter() - began_at) * 1000)
+        _log.info("ready", span=str(stage.facts.span), load_ms=load_ms)
 
     @property
     def worker(self) -> ShardWorker:
@@ -149,7 +152,7 @@ class ShardHost:
             ModelLoading: It is not known yet.
             ModelError: The loading failed.
         """
-        facts = self.worker.stage.facts
+        facts, cost = self.worker.stage.facts, self.worker.session_cost()
         use = await self.store.usage()
         return ShardInfo(
             boot_id=self._boot_id,
@@ -168,6 +171,8 @@ class ShardHost:
             weights=facts.weights,
             layer_digests=facts.layer_digests,
             kv_cache=self._kv_cache,
+            state_base_bytes=cost.base_bytes,
+            state_token_bytes=cost.token_bytes,
             limits=self._limits,
             cache=CacheUse(sessions=use.sessions, leases=use.leases, cached_bytes=use.cached_bytes),
         )

@@ -16,7 +16,7 @@ from meshnet.cache.policy import CacheKey
 from meshnet.cache.store import SessionCacheStore
 from meshnet.errors import CacheMiss, InvalidRequest, ModelMismatch, PayloadTooLarge
 from meshnet.ids import BootId, SessionId, StepId
-from meshnet.model.interface import CacheState, StageModel, StageOutput, StageStep
+from meshnet.model.interface import CacheState, StageModel, StageOutput, StageStep, StateCost
 from meshnet.shard.compute import ComputeThread, Timed
 from meshnet.shard.step_log import DecodeLog
 from meshnet.topology import ShardFacts
@@ -109,7 +109,7 @@ class ShardWorker:
         self._check_life(step)
         return nbytes(step.dtype, step.shape) + step.context_bytes
 
-    async def step(self, step: StepHeaders, body: bytes) -> Timed[StageOutput]:
+    async def step(self, step: StepHeaders, body: bytes) -> Timed:
         """Run one checked step.
 
         Args:
@@ -131,8 +131,16 @@ class ShardWorker:
             _check_token_ids(frame, vocab_size)
         work = StageStep(frame, start_layer, step.past_len, step.sampling, context)
         if step.cache == "stateless":
-            return await self.compute.run(lambda: self.stage.run(work, None))
+            return await self.compute.step(self.stage, work)
         return await self._cached(step, work)
+
+    def session_cost(self) -> StateCost:
+        """What a session takes of the store at most: its state, and the answer kept for a repeat.
+
+        Scores, where a tail is asked for some, come on top.
+        """
+        state = self.stage.state_cost
+        return StateCost(state.base_bytes, state.token_bytes + self._answer_nbytes(1, n_scores=0))
 
     async def close(self, session: SessionId, epoch: int = 0) -> int:
         """Free a session; idempotent. Returns how many states went.
@@ -144,7 +152,7 @@ class ShardWorker:
         self.decode_log.forget(session)
         return freed
 
-    async def _cached(self, step: StepHeaders, work: StageStep) -> Timed[StageOutput]:
+    async def _cached(self, step: StepHeaders, work: StageStep) -> Timed:
         session = SessionId(cast("str", step.session))  # check() has seen to it
         key = CacheKey(session, work.start_layer, self.stage.facts.span.end)
         lease = self.store.lease(
@@ -157,12 +165,12 @@ class ShardWorker:
         )
         async with lease as held:
             if held.replay is not None:
-                return Timed(cast("StageOutput", held.replay), 0.0, 0.0)
-            done = await self.compute.run(lambda: self.stage.run(work, held.state))
+                return Timed(cast("StageOutput", held.replay), 0.0, 0.0, batch_size=0)
+            done = await self.compute.step(self.stage, work, held.state, session)
             held.commit(
                 n_tokens=work.frame.n_tokens,
                 answer=done.result,
-                answer_nbytes=self._answer_nbytes(work),
+                answer_nbytes=self._answer_nbytes(work.frame.n_tokens, work.n_scores),
             )
         self._log_step(step, session, done)
         return done
@@ -171,14 +179,14 @@ class ShardWorker:
         """What a step adds: the state's growth, and the answer kept for a repeat."""
         held = self.stage.state_nbytes(work.position) if work.position else 0
         grown = self.stage.state_nbytes(work.position + work.frame.n_tokens)
-        return grown - held + self._answer_nbytes(work)
+        return grown - held + self._answer_nbytes(work.frame.n_tokens, work.n_scores)
 
-    def _answer_nbytes(self, work: StageStep) -> int:
-        """What the answer takes in memory, as long as it is kept."""
+    def _answer_nbytes(self, n_tokens: int, n_scores: int) -> int:
+        """What an answer takes in memory, as long as it is kept."""
         facts = self.stage.facts
         if facts.span.end == facts.n_layers:
-            return _SCORE_BYTES * work.n_scores
-        return nbytes(cast("Dtype", facts.dtype), (work.frame.n_tokens, facts.hidden_size))
+            return _SCORE_BYTES * n_scores
+        return nbytes(cast("Dtype", facts.dtype), (n_tokens, facts.hidden_size))
 
     def _check_room(self, step: StepHeaders) -> None:
         self.compute.check_room()
@@ -208,7 +216,7 @@ class ShardWorker:
             )
         return start
 
-    def _log_step(self, step: StepHeaders, session: SessionId, done: Timed[StageOutput]) -> None:
+    def _log_step(self, step: StepHeaders, session: SessionId, done: Timed) -> None:
         steps = self.decode_log.note(session) if step.cache == "decode" else None
         if step.cache == "decode" and steps is None:
             return

@@ -122,7 +122,7 @@ def parse(headers: Mapping[str, str]) -> StepHeaders:
         InvalidRequest: A header is missing, malformed or out of range, or two of them contradict
             each other. `field`, `value` and `allowed` name the first one.
     """
-    ours = {_ALIASES[k.lower()]: v for k, v in headers.items() if k.lower() in _ALIASES}
+    ours = {name: v for k, v in headers.items() if (name := _ALIASES.get(k.lower()))}
     try:
         step = StepHeaders.model_validate(ours)
     except ValidationError as error:

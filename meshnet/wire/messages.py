@@ -80,6 +80,10 @@ class ShardInfo(BaseModel):
     weights: str | None = None
     layer_digests: tuple[str, ...] = ()
     kv_cache: bool = True
+    state_base_bytes: NonNegativeInt = 0
+    """A session of n tokens takes at most this plus n times `state_token_bytes` of the cache."""
+    state_token_bytes: NonNegativeInt = 0
+    """0, and 0 for the base: not told."""
     limits: ShardLimits
     cache: CacheUse
 
@@ -108,6 +112,10 @@ class ShardInfo(BaseModel):
             layer_digests=self.layer_digests,
             kv_cache=self.kv_cache,
             max_step_tokens=self.limits.max_step_tokens,
+            state_base_bytes=self.state_base_bytes,
+            state_token_bytes=self.state_token_bytes,
+            cache_bytes=self.limits.cache_bytes,
+            max_sessions=self.limits.max_sessions,
         )
 
 

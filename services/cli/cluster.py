@@ -105,7 +105,8 @@ class LocalCluster:
     Args:
         model: What both a head and a shard can load: a folder, or a Hugging Face id.
         spans: One shard each, first layers first.
-        dtype: Of weights and hidden states.
+        dtype: Of hidden states and caches; None is the shard's default.
+        weights: How weights are kept; None is in the dtype.
         threads: Compute threads of each shard; None is torch's choice.
         port: The head's; 0 is a free one. Shards always take free ones.
         env: Further settings (`MESHNET_SHARD_*`, `MESHNET_HEAD_*`) of every member.
@@ -122,7 +123,8 @@ class LocalCluster:
         model: str,
         spans: Sequence[LayerSpan],
         *,
-        dtype: str = "float32",
+        dtype: str | None = None,
+        weights: str | None = None,
         threads: int | None = None,
         port: int = 0,
         env: Mapping[str, str] | None = None,
@@ -150,8 +152,10 @@ class LocalCluster:
             log_path = log_dir / f"{name}.log" if log_dir else None
             return Member(name, (*program, *arguments), port, {**(env or {}), **keys}, log_path)
 
-        options = ["--model", model, "--dtype", dtype]
-        options += [] if threads is None else ["--threads", str(threads)]
+        given = {"--dtype": dtype, "--weights": weights, "--threads": threads}
+        options = ["--model", model]
+        for option, value in given.items():
+            options += [] if value is None else [option, str(value)]
         self.shards: list[Member] = [
             member(f"shard-{i}", free_port(), "shard", "--layers", str(span), *options)
             for i, span in enumerate(spans, start=1)

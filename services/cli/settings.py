@@ -15,7 +15,10 @@ if TYPE_CHECKING:
     from pydantic_core import ErrorDetails
 
 ModelDtype = Literal["float32", "bfloat16", "float16"]
-"""What weights and hidden states can be."""
+"""What hidden states can be."""
+
+ModelWeights = Literal["fp32", "bf16", "int8", "int4"]
+"""How weights can be kept."""
 
 SomeSettings = TypeVar("SomeSettings", bound=BaseSettings)
 

@@ -10,7 +10,7 @@ from meshnet.topology import LayerSpan
 from services.cli.errors import BadOption
 from services.cli.models import resolve_known
 from services.cli.serving import StopWithStdin, is_loopback, serve, stop_with_stdin
-from services.cli.settings import ModelDtype, load_settings
+from services.cli.settings import ModelDtype, ModelWeights, load_settings
 from services.shard.settings import ShardSettings
 
 
@@ -41,7 +41,16 @@ def shard(
     dtype: Annotated[
         ModelDtype | None,
         typer.Option(
-            help="Of weights and hidden states; float32 unless given. (env: MESHNET_SHARD_DTYPE)",
+            help="Of hidden states and caches; float32 unless --weights is bf16. "
+            "(env: MESHNET_SHARD_DTYPE)",
+            show_default=False,
+        ),
+    ] = None,
+    weights: Annotated[
+        ModelWeights | None,
+        typer.Option(
+            help="How weights are kept: in 8 or 4 bits, or in the dtype unless given. "
+            "(env: MESHNET_SHARD_WEIGHTS)",
             show_default=False,
         ),
     ] = None,
@@ -62,7 +71,13 @@ def shard(
         stop_with_stdin()
     if layers is not None:
         LayerSpan.parse(layers)  # says it better than a pattern does
-    options = {"model": resolve_known(model), "layers": layers, "dtype": dtype, "threads": threads}
+    options = {
+        "model": resolve_known(model),
+        "layers": layers,
+        "dtype": dtype,
+        "weights": weights,
+        "threads": threads,
+    }
     settings = load_settings(ShardSettings, options)
     _check_reach(host, settings)
     from services.shard.app import create_app  # here, so that `--help` does not wait for it

@@ -21,7 +21,7 @@ from services.cli.cluster import LocalCluster
 from services.cli.models import resolve
 from services.cli.progress import LoadingLines
 from services.cli.serving import check_port_free, share_of_cores
-from services.cli.settings import CliSettings, ModelDtype, load_settings
+from services.cli.settings import CliSettings, ModelDtype, ModelWeights, load_settings
 
 
 def up(
@@ -34,7 +34,20 @@ def up(
     ] = "smollm2",
     shards: Annotated[int, typer.Option(min=1, help="How many; each gets a span of layers.")] = 2,
     port: Annotated[int, typer.Option(min=1, max=65535, help="The endpoint's port.")] = 8000,
-    dtype: Annotated[ModelDtype, typer.Option(help="Of weights and hidden states.")] = "float32",
+    dtype: Annotated[
+        ModelDtype | None,
+        typer.Option(
+            help="Of hidden states and caches; float32 unless --weights is bf16.",
+            show_default=False,
+        ),
+    ] = None,
+    weights: Annotated[
+        ModelWeights | None,
+        typer.Option(
+            help="How weights are kept: in 8 or 4 bits, or in the dtype unless given.",
+            show_default=False,
+        ),
+    ] = None,
     threads: Annotated[
         int | None,
         typer.Option(
@@ -62,6 +75,7 @@ def up(
         loadable,
         spans,
         dtype=dtype,
+        weights=weights,
         threads=threads or share_of_cores(shards),
         port=port,
         log_dir=log_dir,

@@ -26,7 +26,14 @@ from meshnet.shard.step_log import DecodeLog
 from meshnet.topology import LayerSpan
 from meshnet.wire.messages import ShardLimits
 from services.shard.metrics import ShardMetrics
-from services.shard.routes import health, on_caller_left, on_http_exception, on_mesh_error, protocol
+from services.shard.routes import (
+    forward,
+    health,
+    on_caller_left,
+    on_http_exception,
+    on_mesh_error,
+    protocol,
+)
 from services.shard.settings import ShardSettings
 
 
@@ -65,7 +72,9 @@ def create_app(
             host = ShardHost(
                 loader=loader,
                 store=_new_store(config, clock),
-                compute=await stack.enter_async_context(ComputeThread(config.max_queued_steps)),
+                compute=await stack.enter_async_context(
+                    ComputeThread(config.max_queued_steps, config.max_batch_sessions)
+                ),
                 decode_log=DecodeLog(clock),
                 limits=_limits(config),
                 boot_id=BootId(new_id()),
@@ -82,6 +91,7 @@ def create_app(
     app = FastAPI(
         title="Meshnet shard", lifespan=lifespan, openapi_url=None, redirect_slashes=False
     )
+    app.add_route("/v1/forward", forward, methods=["POST"])
     app.include_router(health)
     app.include_router(protocol)
     app.add_exception_handler(MeshError, on_mesh_error)
@@ -97,7 +107,8 @@ def _plan(settings: ShardSettings) -> StageLoader:
     return plan_stage(
         settings.model,
         LayerSpan.parse(settings.layers),
-        settings.dtype,
+        settings.stage_dtype,
+        packing=settings.packing,
         n_threads=settings.threads,
     )
 

@@ -11,6 +11,7 @@ from meshnet.errors import MeshError, MissReason
 from meshnet.shard.compute import Timed
 
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30)
+_STEPS = (1, 2, 4, 8, 16, 32)
 
 
 class ShardMetrics:
@@ -32,6 +33,12 @@ class ShardMetrics:
             buckets=_SECONDS,
             registry=registry,
         )
+        self._batch = Histogram(
+            "meshnet_shard_batch_steps",
+            "Decode steps that ran together, as each of them saw it",
+            buckets=_STEPS,
+            registry=registry,
+        )
         self._refusals = Counter(
             "meshnet_shard_refusals",
             "Requests answered with a problem",
@@ -48,10 +55,12 @@ class ShardMetrics:
             registry=registry,
         )
 
-    def count_step(self, phase: str, done: Timed[object]) -> None:
+    def count_step(self, phase: str, done: Timed) -> None:
         """Note one step that was run."""
         self._queue.labels(phase).observe(done.queue_ms / 1000)
         self._compute.labels(phase).observe(done.compute_ms / 1000)
+        if phase == "decode" and done.batch_size:
+            self._batch.observe(done.batch_size)
 
     def count_refusal(self, error: MeshError) -> None:
         """Note one request that was refused."""

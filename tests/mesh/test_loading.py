@@ -42,7 +42,7 @@ def _plan(model: Path | str, start: int = 0, end: int = N_LAYERS) -> StagePlan:
 
 
 def _tensors(plan: StagePlan) -> dict[str, torch.Tensor]:
-    plan.load()
+    plan.read()
     return dict(plan.piece.model.state_dict())
 
 

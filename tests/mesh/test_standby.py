@@ -44,6 +44,7 @@ pytestmark = pytest.mark.mesh
 PROMPT = [5, 6, 7, 8, 9]
 CHUNK = 3
 N_TOKENS = 8
+N_CHUNKS = 2
 TEXT = fake_text(PROMPT, N_TOKENS)
 THREE = ((0, 1), (1, 3), (3, 4))
 TWO = ((0, 2), (2, 4))
@@ -149,7 +150,9 @@ async def test_standby_takes_over_from_a_killed_shard(*, lost: int, nth: int, st
             _check_in_order(shard)
             assert await _sessions(shard) == 0
         assert len({s.session for shard in mesh.shards for s in shard.recorder.steps}) == 1
-        assert len(victim.recorder.steps) == nth - 1
+        n_asked = len(victim.recorder.steps)
+        # The chunks of a prompt are on their way together.
+        assert n_asked == nth - 1 if nth > N_CHUNKS else n_asked <= N_CHUNKS
 
 
 async def test_new_requests_go_to_the_standby_at_once() -> None:

@@ -9,6 +9,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from time import monotonic
+from typing import cast
 
 import pytest
 import torch
@@ -25,6 +26,8 @@ from meshnet.head.recovery import Recovery, RecoveryLimits
 from meshnet.head.replay import ReplayBudget
 from meshnet.head.route_book import RouteBook
 from meshnet.model.interface import StageModel, StageStep
+from meshnet.model.layers.family import FamilyLayers
+from meshnet.model.layers.lean import LeanLayers
 from meshnet.model.loading import plan_stage
 from meshnet.model.sampler import sample
 from meshnet.topology import HopSpec, LayerSpan
@@ -63,18 +66,22 @@ def family(request: pytest.FixtureRequest) -> str:
 def rows(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Lets three positions' logits be made at once, and lists how many each lm_head made."""
     made: list[int] = []
-    linear = torch.nn.functional.linear
-
-    def watched(
-        inputs: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        if len(weight) == VOCAB_SIZE:
-            made.append(inputs.shape[-2])
-        return linear(inputs, weight, bias)
-
-    monkeypatch.setattr("torch.nn.functional.linear", watched)
+    for kind in (FamilyLayers, LeanLayers):
+        _watch(monkeypatch, kind, made)
     monkeypatch.setattr("meshnet.model.torch_stage._LOGITS_BYTES", N_ROWS * 4 * VOCAB_SIZE)
     return made
+
+
+def _watch(
+    monkeypatch: pytest.MonkeyPatch, kind: type[FamilyLayers] | type[LeanLayers], made: list[int]
+) -> None:
+    logits = cast("Callable[[object, torch.Tensor], torch.Tensor]", kind.logits)
+
+    def watched(layers: object, hidden: torch.Tensor) -> torch.Tensor:
+        made.append(len(hidden))
+        return logits(layers, hidden)
+
+    monkeypatch.setattr(kind, "logits", watched)
 
 
 @pytest.mark.parametrize("kv_cache", [True, False], ids=["cached", "stateless"])
@@ -298,9 +305,7 @@ async def serve_cut(
         book.mark_proven(book.unproven())
         kit = pipeline_kit(await stack.enter_async_context(Background()))
         tokenizer = number_tokenizer()
-        generator = Generator(
-            TextModel(frozenset(), tokenizer.new_detokenizer, tokenizer.encode), max_concurrent=1
-        )
+        generator = Generator(TextModel(frozenset(), tokenizer.new_detokenizer, tokenizer.encode))
 
         async def generate(request: GenerationRequest) -> list[TokenEvent]:
             events = generator.generate(request, lambda: Pipeline(book.route(), book, kit, Trace()))

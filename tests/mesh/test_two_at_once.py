@@ -16,6 +16,7 @@ from tests.support.mesh import (
     Mesh,
     fake_stages,
     fake_text,
+    serve_head,
     serve_mesh,
     serve_shard,
     shard_settings,
@@ -74,16 +75,30 @@ async def test_same_prompt_twice_at_once_is_two_sessions() -> None:
 
 
 async def test_sessions_that_evict_each_other_get_their_own_text() -> None:
-    """With fewer cache slots than sessions states are lost and made again; no text is."""
+    """With fewer cache slots than two heads use, states are lost and made again; no text is."""
     settings = shard_settings(cache_max_sessions=2)
-    async with serve_mesh(
-        slow_stages(*SPANS, delay_s=0.001), settings=settings, max_rebuilds_per_token=1000
-    ) as mesh:
-        texts = await asyncio.gather(*(_both_ways(mesh, number, 6) for number in range(3)))
-        assert [fake_text(_prompt(number), 6) for number in range(3)] == texts
+    limits = {"max_rebuilds_per_token": 1000}
+    stages = slow_stages(*SPANS, delay_s=0.001)
+    async with serve_mesh(stages, None, settings=settings, **limits) as mesh:
+        urls = [shard.url for shard in mesh.shards]
+        async with serve_head(urls, None, **limits) as (head, client):
+            meshes = (mesh, Mesh(head, mesh.shards, client))
+            asked = [_both_ways(each, number, 6) for each in meshes for number in range(2)]
+            texts = await asyncio.gather(*asked)
+        assert [fake_text(_prompt(number), 6) for number in range(2)] * 2 == texts
         prefills = [s for s in mesh.shards[0].recorder.steps if s.mode == "prefill"]
-        assert len(prefills) > 3
+        assert len(prefills) > 4
         assert await mesh.usage() == [(0, 0), (0, 0)]
+
+
+async def test_one_heads_sessions_do_not_evict_each_other() -> None:
+    """A head gives its shards no more sessions than they have slots: the others wait."""
+    settings = shard_settings(cache_max_sessions=2)
+    async with serve_mesh(slow_stages(*SPANS, delay_s=0.001), settings=settings) as mesh:
+        texts = await asyncio.gather(*(_both_ways(mesh, number, 6) for number in range(5)))
+        assert [fake_text(_prompt(number), 6) for number in range(5)] == texts
+        prefills = [s for s in mesh.shards[0].recorder.steps if s.mode == "prefill"]
+        assert len(prefills) == 5
 
 
 # More than there is room for.

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from transformers import (
     AutoModelForCausalLM,
+    Gemma2Config,
     Gemma3TextConfig,
     LlamaConfig,
     MistralConfig,
@@ -75,6 +76,8 @@ def config_of(family: str, n_layers: int, *, tied: bool) -> PreTrainedConfig:
             return Gemma3TextConfig(
                 **common, head_dim=8, sliding_window=WINDOW, layer_types=kinds[:n_layers]
             )
+        case "gemma2":
+            return Gemma2Config(**common, head_dim=8, sliding_window=WINDOW)
         case _:
             raise ValueError(family)
 

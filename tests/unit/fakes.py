@@ -74,8 +74,13 @@ def shard_info(
         weights=facts.weights,
         layer_digests=facts.layer_digests,
         kv_cache=facts.kv_cache,
+        state_base_bytes=facts.state_base_bytes,
+        state_token_bytes=facts.state_token_bytes,
         limits=ShardLimits(
-            max_step_tokens=facts.max_step_tokens, max_sessions=4, cache_ttl_s=60, cache_bytes=10**6
+            max_step_tokens=facts.max_step_tokens,
+            max_sessions=facts.max_sessions,
+            cache_ttl_s=60,
+            cache_bytes=facts.cache_bytes,
         ),
         cache=CacheUse(sessions=sessions, leases=0, cached_bytes=0),
     )

@@ -301,6 +301,38 @@ def test_a_stateless_sequence_is_one_step() -> None:
     assert route.max_positions == 7
 
 
+@pytest.mark.parametrize(
+    ("told", "longest"),
+    [
+        ({}, 100),
+        ({"state_base_bytes": 10, "state_token_bytes": 2, "cache_bytes": 210}, 100),
+        ({"state_base_bytes": 10, "state_token_bytes": 2, "cache_bytes": 209}, 99),
+        ({"state_base_bytes": 10, "state_token_bytes": 2, "cache_bytes": 10}, 0),
+        ({"state_base_bytes": 10, "state_token_bytes": 2, "cache_bytes": 1}, 0),
+        ({"state_base_bytes": 10, "cache_bytes": 10}, 100),
+        ({"state_base_bytes": 10, "cache_bytes": 9}, 0),
+        ({"state_token_bytes": 2, "cache_bytes": 20, "kv_cache": False}, 100),
+    ],
+    ids=str,
+)
+def test_a_session_is_no_longer_than_the_cache_has_room_for(
+    told: dict[str, int], longest: int
+) -> None:
+    """The model's context, or less where the state of so many tokens is larger than the cache."""
+    facts = facts_of("0-4", max_positions=100, **told)
+
+    assert facts.max_session_tokens == longest
+    assert not longest or not facts.kv_cache or facts.session_bytes(longest) <= facts.cache_bytes
+
+
+def test_the_smallest_cache_limits_a_sequence() -> None:
+    """What one hop cannot hold, the route cannot."""
+    a = make_hop(HopSpec("a"), facts_of("0-2", state_token_bytes=2, cache_bytes=21))
+    b = make_hop(HopSpec("b"), facts_of("2-4", state_token_bytes=1, cache_bytes=21))
+
+    assert build_route([a, b]).max_positions == 10
+
+
 # --- a route out of many shards ---
 
 

@@ -66,9 +66,12 @@ async def test_members_run_until_the_end(tmp_path: Path) -> None:
 async def test_what_members_are_told(tmp_path: Path) -> None:
     """Each shard gets its span, the head the shards' addresses, and nobody a key to see."""
     spans = [LayerSpan(0, 4), LayerSpan(4, 5)]
-    async with _cluster("good", tmp_path, spans=spans, dtype="bfloat16", threads=3) as cluster:
+    async with _cluster(
+        "good", tmp_path, spans=spans, dtype="bfloat16", weights="int8", threads=3
+    ) as cluster:
         commands = [" ".join(member.last_log_lines()) for member in cluster.members]
-    assert "shard --layers 0-4 --model good --dtype bfloat16 --threads 3 --port " in commands[0]
+    options = "--model good --dtype bfloat16 --weights int8 --threads 3 --port "
+    assert f"shard --layers 0-4 {options}" in commands[0]
     assert "shard --layers 4-5 " in commands[1]
     route = ",".join(shard.url for shard in cluster.shards)
     assert f"head --model good --route {route} --port " in commands[2]

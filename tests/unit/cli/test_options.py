@@ -21,6 +21,11 @@ MODELS = f'[{{"model": "org/m", "served_model_name": "x", "route": [{{"endpoint"
         (["shard", "--model", "m", "--layers", "3"], ["--layers", "'3'", "START-END"]),
         (["shard", "--model", "m", "--layers", "3-3"], ["3", "allowed"]),
         (["shard", "--model", "m", "--layers", "0-3", "--dtype", "int8"], ["--dtype", "float16"]),
+        (["shard", "--model", "m", "--layers", "0-3", "--weights", "q4"], ["--weights", "int4"]),
+        (
+            ["shard", "--model=m", "--layers=0-3", "--weights=fp32", "--dtype=bfloat16"],
+            ["--weights", "fp32", "bfloat16", "leave one of them out"],
+        ),
         (["shard", "--threads", "0"], ["--threads", "greater than or equal to 1"]),
         (["head", "--model", "m"], ["--route", "MESHNET_HEAD_ROUTE"]),
         (["head", "--model", "m", "--route", "127.0.0.1:1"], ["--route", "http://HOST:PORT"]),

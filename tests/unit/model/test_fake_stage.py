@@ -91,6 +91,41 @@ def test_a_state_costs_what_was_said_before() -> None:
     assert state.nbytes == stage.state_nbytes(3) == 192
 
 
+def test_a_state_costs_no_more_than_is_told() -> None:
+    """Base and tokens together are what a state of any length takes."""
+    stage = stage_of("0-4")
+    cost = stage.state_cost
+
+    assert [cost.base_bytes + n * cost.token_bytes for n in (0, 1, 9)] == [
+        stage.state_nbytes(n) for n in (0, 1, 9)
+    ]
+
+
+def test_a_batch_answers_as_its_steps_alone() -> None:
+    """Each of the histories is extended by its own token, and answered by itself."""
+    stage, states = stage_of("0-4"), [FakeState([5, 6]), FakeState([7])]
+    outcomes = stage.run_batch([(decode(8, state), state) for state in states])
+
+    assert outcomes == [TailAnswer(token_id=next_token(ids, 64)) for ids in ([5, 6, 8], [7, 8])]
+    assert ([state.ids for state in states], stage.batch_sizes) == ([[5, 6, 8], [7, 8]], [2])
+
+
+def test_a_step_of_a_batch_fails_alone() -> None:
+    """A step that fails is an error in its place, and its mates are answered."""
+    stage, states = stage_of("0-4"), [FakeState([5, 6]), FakeState([7])]
+    steps = [decode(8, state) for state in states]
+    states[0].ids.append(9)
+    failed, answered = stage.run_batch(list(zip(steps, states, strict=True)))
+
+    assert isinstance(failed, StageError)
+    assert answered == TailAnswer(token_id=next_token([7, 8], 64))
+
+
+def decode(token_id: int, state: FakeState) -> StageStep:
+    """The next token of a history."""
+    return StageStep(Frame.of_token_ids([token_id]), 0, len(state.ids), Sampling())
+
+
 def picked(ids: list[int], context: SamplingContext, sampling: Sampling | None = None) -> int:
     """What the tail picks after `ids`."""
     work = StageStep(Frame.of_token_ids(ids), 0, 0, sampling or Sampling(), context)

@@ -3,12 +3,14 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, Sequence
 from typing import cast
 
-import pytest
-
 from meshnet.errors import HopTimeout
 from meshnet.generation import TokenEvent
-from meshnet.head.generator import Generator, TextModel
+from meshnet.head.admission import Admission, Ticket
+from meshnet.head.reservations import Reservations
 from services.head.metrics import HeadMetrics
+from tests.unit.head.making import A, B, route_over
+
+ROUTE = route_over([A], state_token_bytes=2)
 
 
 async def events_of(
@@ -71,18 +73,28 @@ async def test_a_generation_that_is_closed_early_is_aborted() -> None:
     assert generations == {'{model="m",outcome="aborted"}': 1}
 
 
-@pytest.mark.parametrize(
-    ("active", "running", "waiting"), [(0, 0, 0), (1, 1, 0), (2, 2, 0), (5, 2, 3)]
-)
-def test_running_and_waiting_are_told_as_they_are(active: int, running: int, waiting: int) -> None:
-    """So many run as may at once, the others wait; asked when somebody looks."""
-    generator = Generator(cast("TextModel", None), max_concurrent=2, max_queued=3)
+def test_running_and_waiting_are_told_as_they_are() -> None:
+    """Asked when somebody looks."""
+    admission = Admission(Reservations(), max_running=2, max_waiting=3)
     metrics = HeadMetrics()
-    metrics.watch("m", generator)
-    generator.active = active
+    metrics.watch("m", admission)
+    for _ in range(5):
+        admission.join(Ticket("", 1, lambda _: ROUTE))
+    for _ in range(2):
+        admission.begin(cast("Ticket", admission.next()))
 
-    assert one(metrics, 'meshnet_head_active{model="m"}') == running
-    assert one(metrics, 'meshnet_head_waiting{model="m"}') == waiting
+    assert one(metrics, 'meshnet_head_active{model="m"}') == 2
+    assert one(metrics, 'meshnet_head_waiting{model="m"}') == 3
+
+
+def test_what_is_reserved_is_told_of_each_hop() -> None:
+    """Asked when somebody looks."""
+    reservations = Reservations()
+    metrics = HeadMetrics()
+    metrics.watch_hops([A, B], reservations)
+    reservations.reserve(ROUTE, 3)
+
+    assert values(metrics, "meshnet_head_reserved_bytes{") == {f'hop="{A}"}}': 6, f'hop="{B}"}}': 0}
 
 
 def test_what_is_noted_is_shown() -> None:

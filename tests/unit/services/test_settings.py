@@ -47,7 +47,8 @@ def test_a_shards_defaults_are_the_protocols(monkeypatch: pytest.MonkeyPatch) ->
     assert settings == ShardSettings(
         model="m",
         layers="0-15",
-        dtype="float32",
+        dtype=None,
+        weights=None,
         threads=None,
         kv_cache=True,
         cache_ttl_seconds=600,
@@ -57,6 +58,37 @@ def test_a_shards_defaults_are_the_protocols(monkeypatch: pytest.MonkeyPatch) ->
         cluster_key=None,
         log_format="console",
     )
+    assert isinstance(settings, ShardSettings)
+    assert (settings.stage_dtype, settings.packing) == ("float32", None)
+
+
+@pytest.mark.parametrize(
+    ("given", "dtype", "packing"),
+    [
+        ({"weights": "fp32"}, "float32", None),
+        ({"weights": "bf16"}, "bfloat16", None),
+        ({"weights": "bf16", "dtype": "bfloat16"}, "bfloat16", None),
+        ({"weights": "int8"}, "float32", "int8"),
+        ({"weights": "int4", "dtype": "bfloat16"}, "bfloat16", "int4"),
+        ({"dtype": "float16"}, "float16", None),
+    ],
+)
+def test_weights_say_what_a_shard_computes_in(
+    given: Mapping[str, str], dtype: str, packing: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Weights that are not packed are of the dtype of everything; packed ones leave it alone."""
+    environment = {f"MESHNET_SHARD_{name.upper()}": value for name, value in given.items()}
+    settings = read(ShardSettings, SHARD | environment, monkeypatch)
+
+    assert isinstance(settings, ShardSettings)
+    assert (settings.stage_dtype, settings.packing) == (dtype, packing)
+
+
+def test_weights_of_another_dtype_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Float32 weights that are computed with in bfloat16 would be no float32 weights."""
+    environment = {"MESHNET_SHARD_WEIGHTS": "fp32", "MESHNET_SHARD_DTYPE": "bfloat16"}
+
+    assert faults(ShardSettings, SHARD | environment, monkeypatch) == ["weights"]
 
 
 @pytest.mark.parametrize(
@@ -67,6 +99,8 @@ def test_a_shards_defaults_are_the_protocols(monkeypatch: pytest.MonkeyPatch) ->
         ("layers", "a-b"),
         ("layers", "0-15\n"),
         ("dtype", "int8"),
+        ("weights", "q4_0"),
+        ("max_batch_sessions", "0"),
         ("threads", "0"),
         ("kv_cache", "perhaps"),
         ("cache_ttl_seconds", "0"),
@@ -124,6 +158,7 @@ def test_a_route_is_json(monkeypatch: pytest.MonkeyPatch) -> None:
         ("max_concurrent_requests", "0"),
         ("max_concurrent_requests", "129"),
         ("max_queued_requests", "-1"),
+        ("open_answer_tokens", "0"),
         ("max_choices", "0"),
         ("max_choices", "129"),
         ("stream_start_s", "0"),

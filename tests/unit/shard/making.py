@@ -12,7 +12,7 @@ from meshnet.cache.store import SessionCacheStore
 from meshnet.generation import NO_CONTEXT, Sampling, SamplingContext
 from meshnet.ids import BootId
 from meshnet.model.fake_stage import HIDDEN_SIZE, FakeStage, fake_facts
-from meshnet.model.interface import CacheState, StageOutput
+from meshnet.model.interface import CacheState
 from meshnet.shard.compute import ComputeThread, Timed
 from meshnet.shard.step_log import DecodeLog
 from meshnet.shard.worker import ShardWorker
@@ -36,9 +36,7 @@ class Bench:
     clock: FakeClock
     worker: ShardWorker
 
-    async def step(
-        self, step: StepHeaders, ids: Sequence[int], context: bytes = b""
-    ) -> Timed[StageOutput]:
+    async def step(self, step: StepHeaders, ids: Sequence[int], context: bytes = b"") -> Timed:
         """Check and run one step, as the routes do."""
         step = step.model_copy(update={"context_bytes": len(context)})
         self.worker.check(step)
@@ -51,7 +49,7 @@ class Bench:
         ids: Sequence[int],
         context: SamplingContext = NO_CONTEXT,
         **changed: object,
-    ) -> Timed[StageOutput]:
+    ) -> Timed:
         """A step of session "s"."""
         step = self.headers(mode, past_len, len(ids), **changed)
         return await self.step(step, ids, render_context(context))
@@ -94,6 +92,7 @@ async def open_bench(
     *,
     stage: FakeStage | None = None,
     max_bytes: int = 10**6,
+    max_sessions: int = 2,
     max_queued: int = 4,
     kv_cache: bool = True,
     max_positions: int = 32,
@@ -103,9 +102,9 @@ async def open_bench(
     facts = replace(fake_facts(LayerSpan.parse(span)), max_positions=max_positions)
     stage = stage or FakeStage(facts)
     clock = FakeClock()
-    limits = CacheLimits(ttl_s=600, max_sessions=2, max_bytes=max_bytes)
+    limits = CacheLimits(ttl_s=600, max_sessions=max_sessions, max_bytes=max_bytes)
     store: SessionCacheStore[CacheState] = SessionCacheStore(limits, clock=clock)
-    async with ComputeThread(max_queued) as compute:
+    async with ComputeThread(max_queued, max_batch=4) as compute:
         worker = ShardWorker(
             stage=stage,
             store=store,

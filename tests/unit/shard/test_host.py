@@ -50,7 +50,7 @@ async def open_host(
     clock = FakeClock()
     limits = CacheLimits(ttl_s=600, max_sessions=2, max_bytes=10**6)
     store: SessionCacheStore[CacheState] = SessionCacheStore(limits, clock=clock)
-    async with ComputeThread(max_queued=2) as compute:
+    async with ComputeThread(max_queued=2, max_batch=2) as compute:
         yield ShardHost(
             loader=loader or FakeLoader(),
             store=store,
@@ -110,7 +110,14 @@ async def test_a_loaded_shard_describes_itself(kv_cache: bool) -> None:
         await host.load()
         info = await host.info()
 
-    assert info.facts() == replace(FACTS, kv_cache=kv_cache, max_step_tokens=16)
+    assert info.facts() == replace(
+        FACTS,
+        kv_cache=kv_cache,
+        max_step_tokens=16,
+        max_sessions=2,
+        cache_bytes=10**6,
+        state_token_bytes=64 + 16,
+    )
     assert (info.boot_id, info.limits) == ("boot-1", LIMITS)
     assert info.cache == CacheUse(sessions=0, leases=0, cached_bytes=0)
 

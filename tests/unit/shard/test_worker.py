@@ -3,7 +3,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import tracemalloc
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import pytest
@@ -25,6 +25,7 @@ from meshnet.generation import Sampling, SamplingContext, TokenScore
 from meshnet.ids import SessionId
 from meshnet.model.fake_stage import FakeStage, fake_facts, next_token, pick_token, score_token
 from meshnet.model.interface import CacheState, StageOutput, StageStep
+from meshnet.shard.compute import Timed
 from meshnet.topology import LayerSpan
 from meshnet.wire.frames import Frame
 from meshnet.wire.messages import TailAnswer
@@ -671,6 +672,116 @@ async def test_a_later_step_asks_for_its_tokens_only() -> None:
         done = await bench.cached("prefill", 3, PROMPT)
 
     assert done.result == says(*PROMPT, *PROMPT)
+
+
+async def decode_together(bench: Bench, stage: GateStage) -> list[Timed | BaseException]:
+    """What two sessions get that decode while a prompt of a third one holds the thread."""
+    stage.open.set()
+    for session in ("a", "b"):
+        await bench.cached("prefill", 0, PROMPT, session=session)
+    stage.close()
+    chunk = asyncio.create_task(bench.cached("prefill", 0, PROMPT))
+    await stage.entered()
+    decodes = [
+        asyncio.create_task(bench.cached("decode", 3, [token_id], session=session))
+        for session, token_id in (("a", 8), ("b", 9))
+    ]
+    await turn_the_loop()
+    stage.open.set()
+    await chunk
+    return await asyncio.gather(*decodes, return_exceptions=True)
+
+
+async def test_sessions_that_wait_decode_together() -> None:
+    """Each gets the answer of its own history out of one batch, and is kept."""
+    stage = GateStage()
+    async with open_bench(stage=stage, max_sessions=3) as bench:
+        answers = await decode_together(bench, stage)
+        held = await bench.held()
+
+    results = [done.result for done in answers if isinstance(done, Timed)]
+    assert results == [says(*PROMPT, 8), says(*PROMPT, 9)]
+    assert (stage.batch_sizes, held) == ([2], (3, 0))
+
+
+class HalfFailingStage(GateStage):
+    """Fails in the token 9, which has then been written to the state."""
+
+    def run(self, step: StageStep, state: CacheState | None) -> StageOutput:
+        output = super().run(step, state)
+        if 9 in step.frame.token_ids():
+            raise StageError("not finite")
+        return output
+
+
+async def test_a_session_that_fails_in_a_batch_is_dropped_alone() -> None:
+    """Its mate is answered, and both stand after it as after steps of their own."""
+    stage = HalfFailingStage()
+    async with open_bench(stage=stage, max_sessions=3) as bench:
+        a, b = await decode_together(bench, stage)
+        after = await bench.cached("decode", 4, [7], session="a")
+        with pytest.raises(CacheMiss):
+            await bench.cached("decode", 4, [7], session="b")
+
+    assert isinstance(b, StageError)
+    assert isinstance(a, Timed)
+    assert (a.result, after.result) == (says(*PROMPT, 8), says(*PROMPT, 8, 7))
+
+
+class BrokenBatchStage(GateStage):
+    """Fails in every batch."""
+
+    def run_batch(
+        self, works: Sequence[tuple[StageStep, CacheState]]
+    ) -> list[StageOutput | StageError]:
+        super().run_batch(works)
+        raise StageError("the forward failed")
+
+
+async def test_a_batch_that_fails_drops_all_its_sessions() -> None:
+    """Nobody knows which states are half written; a session that was not in it is kept."""
+    stage = BrokenBatchStage()
+    async with open_bench(stage=stage, max_sessions=3) as bench:
+        failures = await decode_together(bench, stage)
+        held = await bench.held()
+
+    assert [type(failure) for failure in failures] == [StageError, StageError]
+    assert held == (1, 0)
+
+
+async def test_a_cancelled_step_that_waits_frees_its_lease() -> None:
+    """It is not run; the session goes, as with every step that was not whole."""
+    stage = GateStage()
+    async with open_bench(stage=stage) as bench:
+        stage.open.set()
+        await bench.cached("prefill", 0, PROMPT)
+        stage.close()
+        running = asyncio.create_task(bench.cached("prefill", 0, PROMPT, session="other"))
+        await stage.entered()
+        waiting = asyncio.create_task(bench.cached("decode", 3, [9]))
+        await turn_the_loop()
+        before = await bench.held()
+        waiting.cancel()
+        await asyncio.wait({waiting})
+        after = await bench.held()
+        stage.open.set()
+        await running
+
+    assert (before, after, stage.batch_sizes) == ((2, 2), (1, 1), [])
+
+
+# --- session_cost() ---
+
+
+@pytest.mark.parametrize(("span", "cost"), [("0-4", 64), ("0-2", 64 + 16)], ids=["tail", "others"])
+async def test_a_session_costs_its_state_and_its_last_answer(span: str, cost: int) -> None:
+    """64 bytes a token, and 16 more where hidden states are answered: what the store counts."""
+    async with open_bench(span) as bench:
+        told = bench.worker.session_cost()
+        await bench.cached("prefill", 0, PROMPT)
+        used = (await bench.store.usage()).cached_bytes
+
+    assert (told.base_bytes, told.token_bytes, used) == (0, cost, 3 * cost)
 
 
 # --- close() ---

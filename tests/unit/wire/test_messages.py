@@ -15,7 +15,14 @@ from tests.unit.fakes import shard_info
 
 def test_a_description_gives_the_routes_facts() -> None:
     """A shard's description carries all that a route depends on, and the protocol's version."""
-    facts = replace(fake_facts(LayerSpan(1, 3)), weights="commit-1")
+    facts = replace(
+        fake_facts(LayerSpan(1, 3)),
+        weights="commit-1",
+        state_base_bytes=1,
+        state_token_bytes=2,
+        cache_bytes=3,
+        max_sessions=4,
+    )
     info = shard_info(facts)
 
     assert (facts, PROTOCOL_VERSION) == (info.facts(), info.protocol)
@@ -36,13 +43,15 @@ def test_members_of_a_later_version_are_passed_over() -> None:
 
 
 def test_a_description_of_an_older_shard_is_read() -> None:
-    """What older shards do not tell has a default: not draining, and nothing known of weights."""
+    """What older shards do not tell has a default: not draining, weights and sizes unknown."""
     told = shard_info(fake_facts(LayerSpan(1, 3))).model_dump()
     newer = ("draining", "transformers_version", "weights", "layer_digests")
+    newer += ("state_base_bytes", "state_token_bytes")
     info = ShardInfo.model_validate({k: v for k, v in told.items() if k not in newer})
 
     assert (info.draining, info.transformers_version) == (False, "")
     assert (info.weights, info.layer_digests) == (None, ())
+    assert (info.state_base_bytes, info.state_token_bytes) == (0, 0)
 
 
 @pytest.mark.parametrize(
@@ -54,6 +63,8 @@ def test_a_description_of_an_older_shard_is_read() -> None:
         {"dtype": "object"},
         {"fingerprint": "two words"},
         {"hidden_size": 0},
+        {"state_base_bytes": -1},
+        {"state_token_bytes": -1},
         {"boot_id": ""},
         {"layer_digests": ["one"]},
         {"layer_digests": ["one", "two", "three"]},

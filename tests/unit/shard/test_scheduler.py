@@ -1,0 +1,377 @@
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from meshnet.ids import SessionId
+from meshnet.model.fake_stage import FakeState
+from meshnet.model.interface import StageStep
+from meshnet.shard.scheduler import Job, StepScheduler
+from meshnet.wire.frames import Frame
+
+MAX_BATCH = 4
+
+
+def decode(session: str, at: float = 0.0, *, start_layer: int = 0) -> Job:
+    """One token of a session."""
+    return Job(_step(1, start_layer), FakeState(), SessionId(session), at)
+
+
+def chunk(session: str, at: float = 0.0) -> Job:
+    """A part of a session's prompt."""
+    return Job(_step(3, 0), FakeState(), SessionId(session), at)
+
+
+def stateless(at: float = 0.0) -> Job:
+    """A step of one token that keeps nothing."""
+    return Job(_step(1, 0), None, None, at)
+
+
+def _step(n_tokens: int, start_layer: int) -> StageStep:
+    return StageStep(Frame.of_token_ids([5] * n_tokens), start_layer, position=7)
+
+
+def scheduler_of(*jobs: Job) -> StepScheduler[Job]:
+    scheduler: StepScheduler[Job] = StepScheduler(MAX_BATCH)
+    for job in jobs:
+        scheduler.add(job)
+    return scheduler
+
+
+def sessions_in(jobs: list[Job]) -> list[str | None]:
+    return [job.session for job in jobs]
+
+
+def run_next(scheduler: StepScheduler[Job], began_at: float, ended_at: float) -> list[str | None]:
+    """Whose steps are taken and run."""
+    jobs = scheduler.take(began_at)
+    scheduler.ended(jobs, ended_at)
+    return sessions_in(jobs)
+
+
+# --- what runs together ---
+
+
+def test_decodes_that_wait_run_as_one_batch() -> None:
+    """All of them are taken at once, in the order they came."""
+    scheduler = scheduler_of(decode("a"), decode("b"), decode("c"))
+
+    assert sessions_in(scheduler.take(1.0)) == ["a", "b", "c"]
+    assert len(scheduler) == 0
+
+
+def test_nothing_is_taken_where_nothing_waits() -> None:
+    """An empty queue gives an empty list."""
+    assert scheduler_of().take(1.0) == []
+
+
+def test_a_batch_is_no_larger_than_allowed() -> None:
+    """With five that wait and room for four the last one comes next."""
+    scheduler = scheduler_of(*(decode(s) for s in "abcde"))
+
+    assert run_next(scheduler, 1, 2) == ["a", "b", "c", "d"]
+    assert run_next(scheduler, 2, 3) == ["e"]
+
+
+def test_decodes_of_other_start_layers_run_apart() -> None:
+    """A batch goes through the same layers; the oldest decode says which."""
+    scheduler = scheduler_of(
+        decode("a", start_layer=2), decode("b"), decode("c", start_layer=2), decode("d")
+    )
+
+    assert run_next(scheduler, 1, 2) == ["a", "c"]
+    assert run_next(scheduler, 2, 3) == ["b", "d"]
+
+
+def test_two_steps_of_a_session_are_never_in_one_batch() -> None:
+    """The second one depends on the first, and comes after it."""
+    scheduler = scheduler_of(decode("a"), decode("a"), decode("b"))
+
+    assert run_next(scheduler, 1, 2) == ["a", "b"]
+    assert run_next(scheduler, 2, 3) == ["a"]
+
+
+@pytest.mark.parametrize("single", [chunk("p"), stateless()], ids=["chunk", "stateless"])
+def test_what_is_no_decode_runs_alone(single: Job) -> None:
+    """A chunk of a prompt shares no forward, nor does a step without a state."""
+    scheduler = scheduler_of(single, chunk("q"))
+
+    assert scheduler.take(1.0) == [single]
+
+
+# --- taking turns ---
+
+
+def test_where_both_wait_they_take_turns() -> None:
+    """One chunk, the decodes, one chunk, the decodes: neither is done first to the end."""
+    scheduler = scheduler_of(chunk("p"), chunk("q"), chunk("r"))
+    order: list[list[str | None]] = []
+    for now in range(6):
+        order.append(run_next(scheduler, now, now + 1))
+        if order[-1] != ["a"]:
+            scheduler.add(decode("a", now + 0.5))
+
+    assert order == [["p"], ["a"], ["q"], ["a"], ["r"], ["a"]]
+
+
+def test_every_decode_that_waited_goes_before_the_next_chunk() -> None:
+    """Also those that did not fit into the first batch, and nobody who came later."""
+    scheduler = scheduler_of(chunk("p"), chunk("q"), *(decode(s, 0.5) for s in "abcde"))
+    order = [run_next(scheduler, 0, 1), run_next(scheduler, 1, 2), run_next(scheduler, 2, 3)]
+    scheduler.add(decode("late", 2.5))
+    order += [run_next(scheduler, 3, 4), run_next(scheduler, 4, 5)]
+
+    assert order == [["p"], ["a", "b", "c", "d"], ["e"], ["q"], ["late"]]
+
+
+# --- giving up ---
+
+
+@pytest.mark.parametrize("job", [decode("a"), chunk("a")], ids=["decode", "chunk"])
+def test_a_step_that_waits_can_be_given_up(job: Job) -> None:
+    """It is not taken then, and is given up once."""
+    scheduler = scheduler_of(job, decode("b"))
+
+    assert (scheduler.remove(job), scheduler.remove(job)) == (True, False)
+    assert sessions_in(scheduler.take(1.0)) == ["b"]
+
+
+def test_a_step_that_was_taken_cannot_be_given_up() -> None:
+    """It runs, or has."""
+    job = decode("a")
+    scheduler = scheduler_of(job)
+    scheduler.take(1.0)
+
+    assert not scheduler.remove(job)
+
+
+# --- the pause before a batch ---
+
+
+def in_rhythm(*sessions: str, away_s: float = 1.0, start_layer: int = 0) -> StepScheduler[Job]:
+    """Sessions that ran together until 0.0, in a batch of 8 s, and were away so long before it.
+
+    The longest pause is a quarter of the batch: 2 s.
+    """
+    scheduler = scheduler_of(*(decode(s, -20, start_layer=start_layer) for s in sessions))
+    run_next(scheduler, -20, -10)
+    for session in sessions:
+        scheduler.add(decode(session, -10 + away_s, start_layer=start_layer))
+    run_next(scheduler, -8, 0)
+    return scheduler
+
+
+def test_who_is_about_to_come_is_waited_for() -> None:
+    """The first one back waits for the second, 2 s at most, and for nobody when it is there."""
+    scheduler = in_rhythm("a", "b")
+    scheduler.add(decode("a", 1.0))
+    pauses = [scheduler.pause_s(now) for now in (1.0, 2.5, 3.0, 4.0)]
+    scheduler.add(decode("b", 2.9))
+
+    assert pauses == [2.0, 0.5, 0.0, 0.0]
+    assert scheduler.pause_s(2.9) == 0.0
+    assert sessions_in(scheduler.take(2.9)) == ["a", "b"]
+
+
+def test_a_lone_session_is_never_paused() -> None:
+    """Its step is due the moment it comes."""
+    scheduler = in_rhythm("a")
+    scheduler.add(decode("a", 1.0))
+
+    assert scheduler.pause_s(1.0) == 0.0
+
+
+@pytest.mark.parametrize(("away_s", "pause_s"), [(1.0, 2.0), (3.0, 2.0), (3.1, 0.0), (9.0, 0.0)])
+def test_who_is_far_away_is_not_waited_for(away_s: float, pause_s: float) -> None:
+    """Only who is due within the longest pause is: the others are at work elsewhere."""
+    scheduler = in_rhythm("a", "b", away_s=away_s)
+    scheduler.add(decode("a", 1.0))
+
+    assert scheduler.pause_s(1.0) == pause_s
+
+
+@pytest.mark.parametrize(("at", "pause_s"), [(2.9, 2.0), (3.0, 0.0), (12.0, 0.0)])
+def test_who_is_long_overdue_is_not_waited_for(at: float, pause_s: float) -> None:
+    """A session that was due at 1.0 and is not there 2 s later has ended."""
+    scheduler = in_rhythm("a", "b")
+    scheduler.add(decode("a", at))
+
+    assert scheduler.pause_s(at) == pytest.approx(pause_s)
+
+
+def test_after_a_batch_who_waits_waits_for_who_just_left() -> None:
+    """Two sessions that take turns on one shard would go on so for ever; so they meet."""
+    scheduler = in_rhythm("a")
+    scheduler.add(decode("b", -1.0))
+    assert scheduler.pause_s(0.0) == 2.0
+    scheduler.add(decode("a", 1.0))
+
+    assert scheduler.pause_s(1.0) == 0.0
+    assert sessions_in(scheduler.take(1.0)) == ["b", "a"]
+
+
+def test_a_session_without_a_rhythm_is_not_waited_for() -> None:
+    """After its first decode nobody knows when it comes again."""
+    scheduler = scheduler_of(decode("a", 0), decode("b", 0))
+    run_next(scheduler, 0, 8)
+    scheduler.add(decode("a", 9))
+
+    assert scheduler.pause_s(9) == 0.0
+
+
+def test_who_was_given_up_is_not_waited_for() -> None:
+    """Its rhythm is broken."""
+    scheduler = in_rhythm("a", "b")
+    late = decode("b", 1.0)
+    scheduler.add(late)
+    scheduler.remove(late)
+    scheduler.add(decode("a", 1.0))
+
+    assert scheduler.pause_s(1.0) == 0.0
+
+
+def test_sessions_of_other_layers_are_not_waited_for() -> None:
+    """They could not be in the batch."""
+    scheduler = in_rhythm("b", start_layer=2)
+    scheduler.add(decode("a", 1.0))
+
+    assert scheduler.pause_s(1.0) == 0.0
+
+
+def test_nothing_that_can_run_waits_for_a_pause() -> None:
+    """A chunk fills the time, and a full batch needs nobody."""
+    scheduler = in_rhythm("a", "b")
+    assert scheduler.pause_s(0.5) == 0.0
+    scheduler.add(decode("a", 1.0))
+    waiting = chunk("p", 1.0)
+    scheduler.add(waiting)
+    assert scheduler.pause_s(1.0) == 0.0
+    scheduler.remove(waiting)
+    assert scheduler.pause_s(1.0) == 2.0
+    for session in "cde":
+        scheduler.add(decode(session, 1.0))
+
+    assert scheduler.pause_s(1.0) == 0.0
+
+
+def test_a_session_that_stays_away_is_forgotten() -> None:
+    """After ten seconds its next step is like its first: nobody waits for the one after it."""
+    scheduler = in_rhythm("a", "b")
+    for at in (9.0, 18.0):
+        scheduler.add(decode("a", at))
+        run_next(scheduler, at, at + 1)
+    scheduler.add(decode("b", 18.5))
+    run_next(scheduler, 19, 27)
+    scheduler.add(decode("a", 27.5))
+
+    assert scheduler.pause_s(27.5) == 0.0
+
+
+# --- whatever comes, and whenever ---
+
+
+@dataclass(frozen=True)
+class Event:
+    """Something comes, or what runs ends; after that the thread takes what is due."""
+
+    after_s: float
+    comes: str
+    start_layer: int
+
+
+events = st.lists(
+    st.builds(
+        Event,
+        after_s=st.sampled_from([0.01, 0.1, 1.0, 5.0]),
+        comes=st.sampled_from(["decode", "decode", "chunk", "nothing"]),
+        start_layer=st.sampled_from([0, 0, 0, 2]),
+    ),
+    max_size=60,
+)
+
+
+@dataclass
+class Thread:
+    """Takes what is due whenever it is free, and checks all that must hold of it."""
+
+    scheduler: StepScheduler[Job]
+    waiting: list[Job]
+    running: list[Job]
+    ran: list[Job]
+    owed: list[Job]
+    patience_s: float = 0.0
+    began_at: float = 0.0
+    ended_at: float = 0.0
+
+    def end(self, now: float) -> None:
+        self.scheduler.ended(self.running, now)
+        self.ended_at = now
+        if self.running[0].is_decode:
+            self.patience_s = (now - self.began_at) / 4
+        else:
+            self.owed = [job for job in self.waiting if job.is_decode]
+        self.ran += self.running
+        self.running = []
+
+    def look(self, now: float) -> None:
+        """Take what is due, and check the pause if nothing is."""
+        pause_s = self.scheduler.pause_s(now)
+        if pause_s:
+            assert all(job.is_decode for job in self.waiting)
+            first = min(job.queued_at for job in self.waiting)
+            assert now + pause_s <= max(first, self.ended_at) + self.patience_s + 1e-9
+            return
+        self.running, self.began_at = self.scheduler.take(now), now
+        assert bool(self.running) == bool(self.waiting)
+        if self.running:
+            self.check_taken()
+        self.waiting = [job for job in self.waiting if job not in self.running]
+        self.owed = [job for job in self.owed if job not in self.running]
+
+    def check_taken(self) -> None:
+        decodes = [job for job in self.waiting if job.is_decode]
+        singles = [job for job in self.waiting if not job.is_decode]
+        if self.running[0].is_decode:
+            assert not singles or self.owed, "a chunk waits for those only that waited before it"
+            assert decodes[0] in self.running, "the oldest is not passed over"
+            assert len(self.running) <= MAX_BATCH
+            assert len({job.session for job in self.running}) == len(self.running)
+            assert len({job.step.start_layer for job in self.running}) == 1
+        else:
+            assert self.running == singles[:1]
+            assert not self.owed, "no second chunk before those that waited for the first"
+
+
+@given(events, st.integers(1, 12))
+def test_nobody_starves_and_nothing_runs_twice(happenings: list[Event], n_sessions: int) -> None:
+    """Turns, bounds and order hold at each moment, and in the end everything has run once."""
+    thread = Thread(scheduler_of(), [], [], [], [])
+    now, came = 0.0, list[Job]()
+    for number, event in enumerate(happenings):
+        now += event.after_s
+        session = f"s{number % n_sessions}"
+        match event.comes:
+            case "decode":
+                came.append(decode(session, now, start_layer=event.start_layer))
+            case "chunk":
+                came.append(chunk(session, now))
+            case _:
+                if thread.running:
+                    thread.end(now)
+        if event.comes != "nothing":
+            thread.waiting.append(came[-1])
+            thread.scheduler.add(came[-1])
+        assert len(thread.scheduler) == len(thread.waiting)
+        if not thread.running:
+            thread.look(now)
+    while thread.running or thread.waiting:
+        now += 10  # longer than any pause
+        if thread.running:
+            thread.end(now)
+        else:
+            thread.look(now)
+
+    assert sorted(map(id, thread.ran)) == sorted(map(id, came))
