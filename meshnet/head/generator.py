@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Protocol
 
-from meshnet.errors import HopProtocolError, QueueFull
+from meshnet.errors import HopProtocolError
 from meshnet.generation import GenerationRequest, SamplingContext, TokenEvent, is_allowed
 from meshnet.head.pipeline import Pipeline
 from meshnet.text.stop_strings import StopStrings
@@ -50,47 +50,21 @@ class TextModel:
     encode: Callable[[str], list[int]]
 
 
-@dataclass
+@dataclass(frozen=True, slots=True)
 class Generator:
-    """Runs generations over pipelines, so many at once; the others wait for their turn.
+    """Runs generations over pipelines.
 
     Attributes:
         text: The tokenizer's part.
-        max_concurrent: Generations at once.
-        max_queued: Generations that may wait before new requests are refused.
-        active: Generations running or waiting.
-        idle: Set while there is none.
     """
 
     text: TextModel
-    max_concurrent: int
-    max_queued: int = 0
-    active: int = field(default=0, init=False)
-    idle: asyncio.Event = field(default_factory=asyncio.Event, init=False)
-    _turns: asyncio.Semaphore = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.idle.set()
-        self._turns = asyncio.Semaphore(self.max_concurrent)
-
-    def check_room(self) -> None:
-        """Find out whether a request would be taken, whatever number of generations it makes.
-
-        Nothing is reserved: ask just before the first of them begins.
-
-        Raises:
-            QueueFull: Too many wait already.
-        """
-        n_allowed = self.max_concurrent + self.max_queued
-        if self.active >= n_allowed:
-            raise QueueFull(
-                f"{self.active} generations are running or waiting",
-                value=self.active,
-                allowed=n_allowed,
-            )
 
     async def generate(
-        self, request: GenerationRequest, open_pipeline: Callable[[], Pipeline]
+        self,
+        request: GenerationRequest,
+        open_pipeline: Callable[[], Pipeline],
+        may_hold: Callable[[int], bool] = lambda _: True,
     ) -> AsyncGenerator[TokenEvent]:
         """Yield the generated tokens, the last event with a finish reason.
 
@@ -98,38 +72,39 @@ class Generator:
 
         Args:
             request: What to generate.
-            open_pipeline: Begins the session; called once it is the request's turn.
+            open_pipeline: Begins the session.
+            may_hold: Whether the hops have room for so many tokens, prompt included; where they
+                have not, the answer ends.
 
         Raises:
             InvalidRequest: The grammar is too costly to follow.
             RecoveryExhausted: A hop or a state was lost and did not come back in time.
             MeshError: What a hop refused a step with.
         """
-        self.active += 1
-        self.idle.clear()
+        pipeline = open_pipeline()
         try:
-            async with self._turns:
-                pipeline = open_pipeline()
-                try:
-                    answer = _Answer(request, self.text, pipeline)
-                    async with aclosing(answer.events()) as events:
-                        async for event in events:
-                            yield event
-                finally:
-                    await pipeline.background.finish(pipeline.close())
+            answer = _Answer(request, self.text, pipeline, may_hold)
+            async with aclosing(answer.events()) as events:
+                async for event in events:
+                    yield event
         finally:
-            self.active -= 1
-            if not self.active:
-                self.idle.set()
+            await pipeline.background.finish(pipeline.close())
 
 
 class _Answer:
     """One answer as it grows: its tokens, its text, and what the tail must know for the next."""
 
-    def __init__(self, request: GenerationRequest, text: TextModel, pipeline: Pipeline) -> None:
+    def __init__(
+        self,
+        request: GenerationRequest,
+        text: TextModel,
+        pipeline: Pipeline,
+        may_hold: Callable[[int], bool],
+    ) -> None:
         stopping, sampling = request.stopping, request.sampling
         self._request = request
         self._pipeline = pipeline
+        self._may_hold = may_hold
         self._encode = text.encode
         self._detokenizer = text.new_detokenizer(skip_special_tokens=request.skip_special_tokens)
         self._stops = StopStrings(stopping.strings, keep=stopping.keep_string)
@@ -140,7 +115,10 @@ class _Answer:
         goes_on = stopping.ignore_end and self._constraint is None
         self._ends = stopping.token_ids if goes_on else ends
         repeats = sampling.repetition_penalty != 1
-        self._seen_ids = tuple(sorted(set(request.prompt_ids))) if repeats else ()
+        self._steady = SamplingContext(
+            prompt_ids=tuple(sorted(set(request.prompt_ids))) if repeats else (),
+            logit_bias=dict(request.logit_bias),
+        )
         self._ids = list(request.prompt_ids)
         self._n_taken = 0
         self._stateless = pipeline.stateless
@@ -176,16 +154,15 @@ class _Answer:
     async def _context(self) -> SamplingContext:
         """All that the next token depends on, besides the parameters and the model."""
         request, constraint = self._request, self._constraint
-        is_early = self._n_taken < request.stopping.min_tokens and constraint is None
-        generated_ids = self._ids[len(request.prompt_ids) :]
-        return SamplingContext(
-            prompt_ids=self._seen_ids,
-            generated_ids=tuple(generated_ids) if request.sampling.penalised else (),
-            logit_bias=dict(request.logit_bias),
-            banned_ids=self._banned_early if is_early else (),
+        changes: dict[str, object] = {}
+        if request.sampling.penalised:
+            changes["generated_ids"] = tuple(self._ids[len(request.prompt_ids) :])
+        if self._n_taken < request.stopping.min_tokens and constraint is None:
+            changes["banned_ids"] = self._banned_early
+        if constraint is not None:
             # In a thread: a grammar can take its time, and the loop must not wait for it.
-            allowed=await asyncio.to_thread(constraint.allowed) if constraint else None,
-        )
+            changes["allowed"] = await asyncio.to_thread(constraint.allowed)
+        return self._steady.model_copy(update=changes) if changes else self._steady
 
     def _check(
         self, answer: TailAnswer, context: SamplingContext, scored_ids: tuple[int, ...]
@@ -208,9 +185,7 @@ class _Answer:
         else:
             text, is_end = self._take_token(answer.token_id)
         self._n_taken += 1
-        # A sequence that is sent whole may have outgrown what a step can carry.
-        is_full = self._stateless and len(self._ids) > self._pipeline.max_step_tokens
-        is_last = is_full or self._n_taken == self._request.max_tokens
+        is_last = self._n_taken == self._request.max_tokens or self._is_full()
         if is_end or is_last:
             text += self._detokenizer.finish()
         if self._n_taken > self._request.stopping.min_tokens:
@@ -225,6 +200,12 @@ class _Answer:
             score=answer.score,
             prompt_scores=answer.prompt_scores,
         )
+
+    def _is_full(self) -> bool:
+        """Whether there can be no step more: with the sequence as it is, and one token for it."""
+        # A sequence that is sent whole may have outgrown what a step can carry.
+        is_too_long = self._stateless and len(self._ids) > self._pipeline.max_step_tokens
+        return is_too_long or not self._may_hold(len(self._ids) + 1)
 
     def _take_token(self, token_id: int) -> tuple[str, bool]:
         """What became printable with the token, and whether it is an end."""

@@ -8,6 +8,7 @@ after do not notice.
 from __future__ import annotations
 
 import asyncio
+from itertools import count
 from typing import cast
 
 import structlog
@@ -29,7 +30,7 @@ from meshnet.head.hop_client import HopAnswer
 from meshnet.head.hop_times import HopTimesBook
 from meshnet.head.recovery import Tries, is_passing
 from meshnet.head.replay import InputLog
-from meshnet.ids import SessionId, new_id
+from meshnet.ids import SessionId, StepId
 from meshnet.topology import Hop
 from meshnet.wire.context import render_context
 from meshnet.wire.frames import Dtype, Frame, nbytes
@@ -79,6 +80,7 @@ class HopSession:
         self._times = times
         self._background = background
         self._trace = trace
+        self._step_numbers = count(1)
         self._epoch = 1
         self._held = 0
         self._is_known = True
@@ -95,7 +97,7 @@ class HopSession:
             InputsDropped: The session was lost here, and so were the inputs to feed it again.
             MeshError: The hop refused or failed in a way that trying again cannot mend.
         """
-        step_id = new_id()
+        step_id = self._new_step_id()
         n_failures = 0
         while True:
             try:
@@ -125,6 +127,10 @@ class HopSession:
         self._shards.leave(self.hop.endpoint)
         await self._close_at(self.hop.endpoint, self._epoch)
 
+    def _new_step_id(self) -> StepId:
+        """An id of its own in this session at this place, which is all that a shard compares."""
+        return StepId(str(next(self._step_numbers)))
+
     def _note_taken(self, call: Call) -> None:
         if call.mode != "stateless":
             self._log.add(call.past_len, call.frame)
@@ -138,7 +144,7 @@ class HopSession:
         # What is lost again while it is fed again needs fewer calls more than the same last digits.
         in_bulk = tries.rebuilds > _EXACT_TRIES
         for fed in self._log.replay(self._held, past_len, largest, in_bulk=in_bulk):
-            await self._send(Call("prefill", fed.frame, fed.past_len), new_id())
+            await self._send(Call("prefill", fed.frame, fed.past_len), self._new_step_id())
             self._held = fed.end
             tries.note_replay(fed.frame.n_tokens * layers)
 
@@ -209,7 +215,7 @@ class HopSession:
         self._epoch += 1
         self._held = self._log.usable(held)
 
-    async def _send(self, call: Call, step_id: str) -> Frame | TailAnswer:
+    async def _send(self, call: Call, step_id: StepId) -> Frame | TailAnswer:
         hop, facts = self.hop, self.hop.facts
         cached = call.mode != "stateless"
         context = render_context(call.context)

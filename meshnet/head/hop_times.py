@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left, insort
 from collections import defaultdict, deque
-from dataclasses import dataclass
-from statistics import median
+from dataclasses import dataclass, field
 
 from meshnet.head.hop_client import HopAnswer
 
@@ -43,6 +43,37 @@ class StepLimits:
         return min(self.most_s, max(self.least_s, self.factor * expected_s))
 
 
+class _Recent:
+    """The last values of something. Their median is at hand: it is asked for at every step."""
+
+    def __init__(self) -> None:
+        self._values: deque[float] = deque()
+        self._sorted: list[float] = []
+
+    def add(self, value: float) -> None:
+        if len(self._values) == _REMEMBERED_STEPS:
+            del self._sorted[bisect_left(self._sorted, self._values.popleft())]
+        self._values.append(value)
+        insort(self._sorted, value)
+
+    @property
+    def median(self) -> float:
+        middle = len(self._sorted) // 2
+        return (self._sorted[middle] + self._sorted[-middle - 1]) / 2
+
+    def __len__(self) -> int:
+        return len(self._sorted)
+
+
+@dataclass(slots=True)
+class _SingleSteps:
+    """What a hop's last one-token steps took, milliseconds."""
+
+    step: _Recent = field(default_factory=_Recent)
+    queue: _Recent = field(default_factory=_Recent)
+    compute: _Recent = field(default_factory=_Recent)
+
+
 class HopTimesBook:
     """Remembers the last steps of each hop.
 
@@ -52,9 +83,7 @@ class HopTimesBook:
 
     def __init__(self, limits: StepLimits | None = None) -> None:
         self._limits = limits or StepLimits()
-        self._single: defaultdict[str, deque[HopAnswer]] = defaultdict(
-            lambda: deque(maxlen=_REMEMBERED_STEPS)
-        )
+        self._single: defaultdict[str, _SingleSteps] = defaultdict(_SingleSteps)
         self._ms_a_token: defaultdict[str, deque[float]] = defaultdict(
             lambda: deque(maxlen=_REMEMBERED_PREFILLS)
         )
@@ -62,30 +91,29 @@ class HopTimesBook:
     def note(self, endpoint: str, n_tokens: int, answer: HopAnswer) -> None:
         """Remember one step."""
         if n_tokens == 1:
-            self._single[endpoint].append(answer)
+            single = self._single[endpoint]
+            single.step.add(answer.step_ms)
+            single.queue.add(answer.queue_ms)
+            single.compute.add(answer.compute_ms)
         else:
             self._ms_a_token[endpoint].append(answer.step_ms / n_tokens)
 
     def of(self, endpoint: str) -> HopTimes | None:
         """The hop's medians, or None before its first one-token step."""
-        answers = self._single.get(endpoint)
-        if not answers:
+        single = self._single.get(endpoint)
+        if single is None:
             return None
-        return HopTimes(
-            len(answers),
-            median(answer.step_ms for answer in answers),
-            median(answer.queue_ms for answer in answers),
-            median(answer.compute_ms for answer in answers),
-        )
+        step, queue, compute = single.step, single.queue, single.compute
+        return HopTimes(len(step), step.median, queue.median, compute.median)
 
     def limit_s(self, endpoint: str, n_tokens: int) -> float:
         """How long a step of so many tokens may take on a hop, seconds."""
         return self._limits.limit_s(self._expected_s(endpoint, n_tokens))
 
     def _expected_s(self, endpoint: str, n_tokens: int) -> float | None:
-        single = self.of(endpoint)
+        single = self._single.get(endpoint)
         seen = self._ms_a_token.get(endpoint)
         if n_tokens > 1 and seen:
             return n_tokens * max(seen) / 1000
         # Many tokens at once never take longer than one after the other.
-        return None if single is None else n_tokens * single.step_ms / 1000
+        return None if single is None else n_tokens * single.step.median / 1000

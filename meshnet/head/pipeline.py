@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from itertools import pairwise
+from contextlib import aclosing
+from dataclasses import dataclass
+from itertools import chain
 
-from meshnet.errors import HopProtocolError, InputsDropped
-from meshnet.generation import NO_CONTEXT, Sampling, SamplingContext, TokenScore
+from meshnet.errors import InputsDropped
+from meshnet.generation import NO_CONTEXT, Sampling, SamplingContext
 from meshnet.head.background import Background
 from meshnet.head.call import Call, Shards, Trace
 from meshnet.head.hop_session import HopSession
 from meshnet.head.hop_times import HopTimesBook
+from meshnet.head.overlap import Step, run_alone, run_steps
 from meshnet.head.recovery import Recovery, Tries
 from meshnet.head.replay import InputLog, ReplayBudget, ReplayMode
 from meshnet.ids import SessionId, new_id
@@ -44,7 +46,7 @@ class PipelineKit:
 
 
 class Pipeline:
-    """Runs steps of one session over a route; one step at a time.
+    """Runs steps of one session over a route.
 
     Args:
         route: The hops in order.
@@ -102,7 +104,9 @@ class Pipeline:
         *,
         score: bool = False,
     ) -> TailAnswer:
-        """Run a prompt, chunk by chunk; the tail samples after the last one only.
+        """Run a prompt in chunks, which follow each other from hop to hop.
+
+        The tail samples after the last one only.
 
         Args:
             ids: The prompt.
@@ -113,25 +117,26 @@ class Pipeline:
         Raises:
             MeshError: As `stateless_step`.
         """
-        chunks = self._chunks(ids)
-        scores: list[TokenScore] = []
-        for chunk, following in pairwise(chunks):
+        steps: list[Step] = []
+        for start, chunk in self._chunks(ids):
+            end = start + len(chunk)
+            is_last = end == len(ids)
+            asked = context if is_last else NO_CONTEXT
             if score:
-                known = NO_CONTEXT.scoring((*chunk[1:], following[0]))
-                scored = await self._cached_step("prefill", chunk, sampling, known)
-                scores.extend(scored.prompt_scores)
-            else:
-                await self._cached_step("prefill", chunk)
-        if score:
-            context = context.scoring(chunks[-1][1:])
-        answer = await self._cached_step("prefill", chunks[-1], sampling, context)
-        return answer.model_copy(update={"prompt_scores": (*scores, *answer.prompt_scores)})
+                asked = asked.scoring(ids[start + 1 : end + 1])
+            samples = sampling if is_last or score else None
+            steps.append(self._step("prefill", chunk, start, samples, asked))
+        answers = await self._run(steps)
+        scores = tuple(chain.from_iterable(answer.prompt_scores for answer in answers))
+        return answers[-1].model_copy(update={"prompt_scores": scores})
 
     async def decode(
         self, token_id: int, sampling: Sampling, context: SamplingContext = NO_CONTEXT
     ) -> TailAnswer:
         """Run the last token. Raises as `stateless_step`."""
-        return await self._cached_step("decode", [token_id], sampling, context)
+        step = self._step("decode", [token_id], len(self._ids), sampling, context)
+        (answer,) = await self._run([step])
+        return answer
 
     async def stateless_step(
         self,
@@ -148,69 +153,55 @@ class Pipeline:
             MeshError: What a hop refused a step with.
         """
         context = context.scoring(ids[1:]) if score else context
-        call = Call("stateless", Frame.of_token_ids(ids), 0, sampling, context)
-        return await self._through(call, self._kit.recovery.begin())
+        step = self._step("stateless", ids, 0, sampling, context)
+        return await run_alone(self._hops, step)
 
     async def close(self) -> None:
         """Free the session on every hop; a hop that cannot be reached frees it by its TTL."""
         await asyncio.gather(*(hop.close() for hop in self._hops))
 
-    async def _cached_step(
-        self,
-        mode: CacheMode,
-        ids: Sequence[int],
-        sampling: Sampling | None = None,
-        context: SamplingContext = NO_CONTEXT,
-    ) -> TailAnswer:
-        """Run the tokens that come next, which every hop then holds."""
-        tries = self._kit.recovery.begin()
-        call = Call(mode, Frame.of_token_ids(ids), len(self._ids), sampling, context)
-        anew = False
-        while True:
+    async def _run(self, steps: Sequence[Step]) -> list[TailAnswer]:
+        """Run the steps that come next; every hop then holds their tokens."""
+        answers: list[TailAnswer] = []
+        is_lost = False
+        while len(answers) < len(steps):
+            left = steps[len(answers) :]
             try:
-                if anew:
-                    await self._feed_anew(tries)
-                answer = await self._through(call, tries)
-            except InputsDropped as dropped:
-                tries.count(dropped)
-                anew = True
-            else:
-                self._ids.extend(ids)
-                return answer
+                if is_lost:
+                    await self._feed_anew(left[0].tries)
+                async with aclosing(run_steps(self._hops, left)) as passed:
+                    async for step, answer in passed:
+                        answers.append(answer)
+                        self._ids.extend(step.call.frame.token_ids())
+            except InputsDropped:
+                is_lost = True
+        return answers
 
     async def _feed_anew(self, tries: Tries) -> None:
         """Prefill everything on all hops: one of them lost it, and what it was fed was not kept."""
         for hop in self._hops:
             hop.forget()
-        past_len = 0
-        for chunk in self._chunks(self._ids):
-            await self._through(Call("prefill", Frame.of_token_ids(chunk), past_len), tries)
-            past_len += len(chunk)
-            tries.note_replay(len(chunk) * self._route.hops[0].facts.n_layers)
+        steps = [
+            Step(Call("prefill", Frame.of_token_ids(chunk), start), tries)
+            for start, chunk in self._chunks(self._ids)
+        ]
+        n_layers = self._route.hops[0].facts.n_layers
+        async with aclosing(run_steps(self._hops, steps)) as passed:
+            async for step, _ in passed:
+                tries.note_replay(step.call.frame.n_tokens * n_layers)
 
-    async def _through(self, call: Call, tries: Tries) -> TailAnswer:
-        """One step through every hop, first to last."""
-        frame = call.frame
-        *others, tail = self._hops
-        for hop in others:
-            result = await hop.step(Call(call.mode, frame, call.past_len), tries)
-            frame = _as_hidden(result, call.frame.n_tokens, hop.hop.endpoint)
-        answer = await tail.step(replace(call, frame=frame), tries)
-        if not isinstance(answer, TailAnswer):
-            endpoint = tail.hop.endpoint
-            raise HopProtocolError(f"{endpoint} answered hidden states", endpoint=endpoint)
-        return answer
+    def _step(
+        self,
+        mode: CacheMode,
+        ids: Sequence[int],
+        past_len: int,
+        sampling: Sampling | None,
+        context: SamplingContext,
+    ) -> Step:
+        call = Call(mode, Frame.of_token_ids(ids), past_len, sampling, context)
+        return Step(call, self._kit.recovery.begin())
 
-    def _chunks(self, ids: Sequence[int]) -> list[Sequence[int]]:
+    def _chunks(self, ids: Sequence[int]) -> list[tuple[int, Sequence[int]]]:
+        """The ids in pieces that every hop takes, each with its position."""
         size = min(self._kit.prefill_chunk_tokens, self.max_step_tokens)
-        return [ids[start : start + size] for start in range(0, len(ids), size)]
-
-
-def _as_hidden(result: Frame | TailAnswer, n_tokens: int, endpoint: str) -> Frame:
-    if not isinstance(result, Frame):
-        raise HopProtocolError(f"{endpoint} answered as a tail", endpoint=endpoint)
-    if result.n_tokens != n_tokens:
-        raise HopProtocolError(
-            f"{endpoint} answered {result.n_tokens} tokens to {n_tokens}", endpoint=endpoint
-        )
-    return result
+        return [(start, ids[start : start + size]) for start in range(0, len(ids), size)]

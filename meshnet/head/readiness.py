@@ -78,22 +78,24 @@ class Readiness:
             await asyncio.sleep(every_s)
 
     async def route(self) -> Route:
-        """The route for a request; shards that were not ready when last asked are asked again.
+        """The route that takes the longest sequences, by which a request is judged.
+
+        Shards that were not ready when last asked are asked again.
 
         Raises:
             RouteError: There is none.
         """
         with suppress(RouteError):
-            return self._book.route()
+            return self._book.widest_route()
         await self._book.refresh()
         self._start_probes()
         with suppress(TimeoutError):
             async with asyncio.timeout(_PATIENCE_S):
                 while self._probing:
                     with suppress(RouteError):
-                        return self._book.route()
+                        return self._book.widest_route()
                     await asyncio.wait(self._probing.values(), return_when=asyncio.FIRST_COMPLETED)
-        return self._book.route()
+        return self._book.widest_route()
 
     def state(self) -> ReadyState:
         """How far it is."""

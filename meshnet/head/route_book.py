@@ -155,11 +155,7 @@ class RouteBook:
 
     def alternative(self, hop: Hop) -> Hop | None:
         """The least busy other proven shard that can take over from `hop`, if there is one."""
-        others = [
-            other
-            for other in self._usable
-            if can_replace(other, hop) and self._status[other.endpoint].is_proven
-        ]
+        others = [other for other in self._proven() if can_replace(other, hop)]
         return min(others, key=self._load, default=None)
 
     def route(self, through: Hop | None = None) -> Route:
@@ -177,11 +173,33 @@ class RouteBook:
                 return not self._status[hop.endpoint].is_proven, *self._load(hop)
 
             return choose_route([hop for hop in self._usable if fits(hop, through)], unwanted)
-        proven = [hop for hop in self._usable if self._status[hop.endpoint].is_proven]
+        return self._over_proven(self._load)
+
+    def widest_route(self) -> Route:
+        """The route over proven shards that takes the longest sequences. Raises as `route`."""
+        return self._over_proven(lambda hop: (-hop.facts.max_session_tokens,))
+
+    def route_for(self, n_tokens: int, has_room: Callable[[Hop], bool]) -> Route:
+        """The least busy route over proven shards that can hold a session of so many tokens.
+
+        Args:
+            n_tokens: Of prompt and answer.
+            has_room: Whether a shard has room for it now. Where several go on at a layer, one that
+                has is taken before one that has not.
+
+        Raises:
+            RouteError: There is none.
+        """
+
+        def full(hop: Hop) -> tuple[int, ...]:
+            return not has_room(hop), *self._load(hop)
+
+        able = [hop for hop in self._proven() if n_tokens <= hop.facts.max_session_tokens]
         try:
-            return choose_route(proven, self._load)
+            return choose_route(able, full)
         except RouteError as error:
-            raise self._explained() from error
+            self.route()  # raises what is missing, if anything is
+            raise RouteError(f"no route can hold a session of {n_tokens} tokens now") from error
 
     async def pinned_route(self, specs: Sequence[HopSpec]) -> Route:
         """A caller's own route over configured shards.
@@ -207,6 +225,15 @@ class RouteBook:
             return build_route([_hop(spec, info) for spec, info in pairs])
         except RouteError as error:  # here the caller's mistake, not a hop's
             raise InvalidRequest(f"{ROUTE}: {error.message}", field=ROUTE) from error
+
+    def _proven(self) -> list[Hop]:
+        return [hop for hop in self._usable if self._status[hop.endpoint].is_proven]
+
+    def _over_proven(self, load: Callable[[Hop], tuple[int, ...]]) -> Route:
+        try:
+            return choose_route(self._proven(), load)
+        except RouteError as error:
+            raise self._explained() from error
 
     def _sort_out(self) -> None:
         """Find the shards that may be used for something new: there, not draining, of one model.

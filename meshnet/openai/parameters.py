@@ -52,6 +52,8 @@ _RESPONSE_FORMAT: Final = (
 )
 _WITH_GRAMMAR: Final = "where the answer must have a format"
 
+_TOKENS: Final = "a whole number from 1; absent or -1 fills the context, as far as caches have room"
+
 _GENERATION: Final[dict[str, Parameter]] = {
     # How many answers, how random, where they end, in which form.
     "model": _used("the id of a served model, see GET /v1/models"),
@@ -114,7 +116,7 @@ CHAT: Final[dict[str, Parameter]] = {
         "a list of at least one message; a message has a `role` (system, developer, user,"
         " assistant, tool) and `content` (a string or a list of text parts)"
     ),
-    "max_completion_tokens": _used("a whole number from 1; absent or -1 fills the context"),
+    "max_completion_tokens": _used(_TOKENS),
     "max_tokens": _used("a whole number from 1, or -1; deprecated, `max_completion_tokens` wins"),
     **_GENERATION,
     "logprobs": _used("true or false"),
@@ -218,7 +220,7 @@ RESPONSES: Final[dict[str, Parameter]] = {
         " developer with text, and function_call, function_call_output and reasoning items"
     ),
     "instructions": _used("a string; the first system message"),
-    "max_output_tokens": _used("a whole number from 1; absent or -1 fills the context"),
+    "max_output_tokens": _used(_TOKENS),
     "text": _used(
         '{"format": ...}, which is {"type": "text"}, {"type": "json_object"},'
         ' {"type": "json_schema", "name": ..., "schema": ...}, and, as extensions,'

@@ -61,6 +61,12 @@ class AccessMiddleware:
         return caller
 
 
+def caller_name(request: Request) -> str:
+    """The name of the key that was shown; "" where none is asked for."""
+    caller = cast("Caller | None", request.state.caller)
+    return "" if caller is None else caller.name
+
+
 async def count_request(request: Request) -> None:
     """A dependency of the routes that generate: counts the request on its caller's key.
 

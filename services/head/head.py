@@ -17,6 +17,7 @@ from meshnet.head.pipeline import PipelineKit
 from meshnet.head.readiness import HeadState, ReadyState
 from meshnet.head.recovery import Recovery, RecoveryLimits
 from meshnet.head.replay import ReplayBudget
+from meshnet.head.reservations import Reservations
 from meshnet.openai.models import require_served
 from meshnet.text.tokenizer import ChatTokenizer
 from services.head.metrics import HeadMetrics
@@ -55,7 +56,7 @@ class Head:
         with suppress(TimeoutError):
             async with asyncio.timeout(self.settings.drain_timeout_s):
                 for model in self.models.values():
-                    await model.generator.idle.wait()
+                    await model.turns.idle.wait()
 
 
 def overall(states: Mapping[str, ReadyState]) -> ReadyState:
@@ -94,11 +95,15 @@ async def open_head(
         }
         metrics = HeadMetrics()
         kit = _kit(settings, metrics, await stack.enter_async_context(Background()))
+        reservations = Reservations()
+        metrics.watch_hops(clients, reservations)
         models: dict[str, ServedModel] = {}
         for served in settings.served:
-            opened = open_model(served, tokenizers[served.name], clients, kit, settings)
+            opened = open_model(
+                served, tokenizers[served.name], clients, kit, reservations, settings
+            )
             models[served.name] = await stack.enter_async_context(opened)
-            metrics.watch(served.name, models[served.name].generator)
+            metrics.watch(served.name, models[served.name].turns.admission)
         yield Head(settings, metrics, models)
 
 

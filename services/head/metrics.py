@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Iterable
 from contextlib import aclosing
+from functools import partial
 from time import perf_counter
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from meshnet.errors import MeshError
 from meshnet.generation import TokenEvent
-from meshnet.head.generator import Generator
+from meshnet.head.admission import Admission
+from meshnet.head.reservations import Reservations
 
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
 
@@ -60,12 +62,23 @@ class HeadMetrics:
             ["model"],
             registry=registry,
         )
+        self._reserved = Gauge(
+            "meshnet_head_reserved_bytes",
+            "What running generations may come to take of a hop's cache",
+            ["hop"],
+            registry=registry,
+        )
 
-    def watch(self, model: str, generator: Generator) -> None:
+    def watch(self, model: str, admission: Admission) -> None:
         """Show how many generations of a model run, and how many wait, as it is when asked."""
-        most = generator.max_concurrent
-        self._active.labels(model).set_function(lambda: min(generator.active, most))
-        self._waiting.labels(model).set_function(lambda: max(generator.active - most, 0))
+        self._active.labels(model).set_function(lambda: admission.n_running)
+        self._waiting.labels(model).set_function(lambda: admission.n_waiting)
+
+    def watch_hops(self, endpoints: Iterable[str], reservations: Reservations) -> None:
+        """Show what is reserved on each hop, as it is when asked."""
+        for endpoint in endpoints:
+            told = partial(reservations.nbytes, endpoint)
+            self._reserved.labels(endpoint).set_function(told)
 
     def count_refusal(self, code: str) -> None:
         """Note one request that was answered with an error."""
@@ -84,6 +97,7 @@ class HeadMetrics:
     ) -> AsyncGenerator[TokenEvent]:
         """The same events of a model, counted and timed. Closed together."""
         last_at = perf_counter()
+        tokens, between = self._tokens.labels(model), self._between_tokens.labels(model)
         histogram = self._first_token.labels(model)
         outcome = "aborted"
         try:
@@ -91,8 +105,8 @@ class HeadMetrics:
                 async for event in events:
                     now = perf_counter()
                     histogram.observe(now - last_at)
-                    self._tokens.labels(model).inc(event.n_tokens)
-                    last_at, histogram = now, self._between_tokens.labels(model)
+                    tokens.inc(event.n_tokens)
+                    last_at, histogram = now, between
                     outcome = event.finish_reason or outcome
                     yield event
         finally:

@@ -138,12 +138,17 @@ class HeadSettings(BaseSettings):
         name = self.served_model_name
         return (ModelSetting(model=self.model, served_model_name=name, route=self.route),)
 
-    prefill_chunk_tokens: PositiveInt = 512
+    prefill_chunk_tokens: PositiveInt = 128
+    """Short, so that a prompt makes several, and each hop works on another one of them."""
     max_body_bytes: PositiveInt = 8 * 1024**2
     max_concurrent_requests: Annotated[int, Field(ge=1, le=128)] = 16
     """Generations of one model at once; the others wait for their turn."""
     max_queued_requests: NonNegativeInt = 64
-    """Generations of one model that may wait; what comes then is 503 with Retry-After."""
+    """Generations of one model that may wait, of each API key; what comes then is 503 with
+    Retry-After."""
+    open_answer_tokens: PositiveInt = 1024
+    """Reserved in the hops' caches for an answer that may fill the context, as one without a limit
+    may; it goes on while there is room. For any other, all that it may have is reserved."""
     max_choices: Annotated[int, Field(ge=1, le=128)] = 16
     """The most choices of one request: `n`, times its prompts."""
     strict_parameters: bool = False

@@ -11,19 +11,19 @@ from typing import TypeVar
 from fastapi import Request, Response
 from fastapi.responses import JSONResponse
 
-from meshnet.generation import GenerationRequest
 from meshnet.head.call import Trace
 from meshnet.ids import is_traceparent, new_id
 from meshnet.openai.answers import AnswerPlan, Serving
 from meshnet.openai.bodies import Heading
-from meshnet.openai.choices import Events, merge
+from meshnet.openai.choices import merge
 from meshnet.openai.sampling_fields import SamplingFields
 from meshnet.openai.stream import collect_answer, stream_answer
 from meshnet.topology import Route
 from meshnet.wire.headers import TRACEPARENT
+from services.head.access import caller_name
 from services.head.head import Head
 from services.head.routes.request import ignored_params, pinned_route
-from services.head.served_model import ServedModel
+from services.head.served_model import Origin, ServedModel
 from services.head.streaming import open_stream, until_client_leaves
 
 FieldsT = TypeVar("FieldsT", bound=SamplingFields)
@@ -50,13 +50,19 @@ async def answer(
         ClientLeft: Nobody waits for it any more.
     """
     model = head.model(fields.model)
-    model.check_admission()
+    caller = caller_name(request)
+    model.check_admission(caller)
     pinned = await pinned_route(request, head, model)
     route = pinned or await model.readiness.route()
     serving = _serving(head, model, route, kind)
     planned = await asyncio.to_thread(plan, fields, serving)
-    model.check_admission()  # others came meanwhile
-    events = merge([_events(request, head, model, one, pinned) for one in planned.generations])
+    model.check_admission(caller)  # others came meanwhile
+    origin = Origin(caller, _trace(request), route.max_positions, pinned)
+    generations = [
+        model.generate(one, origin, follows=index > 0)
+        for index, one in enumerate(planned.generations)
+    ]
+    events = merge([head.metrics.observed(each, model.name) for each in generations])
     headers = ignored_params(fields)
     if not fields.stream:
         body = await until_client_leaves(request, collect_answer(events, planned.writer))
@@ -82,10 +88,6 @@ def _serving(head: Head, model: ServedModel, route: Route, kind: str) -> Serving
     )
 
 
-def _events(
-    request: Request, head: Head, model: ServedModel, one: GenerationRequest, pinned: Route | None
-) -> Events:
+def _trace(request: Request) -> Trace:
     given = request.headers.get(TRACEPARENT, "")
-    trace = Trace(request.state.request_id, given if is_traceparent(given) else None)
-    events = model.generator.generate(one, lambda: model.pipeline(trace, pinned))
-    return head.metrics.observed(events, model.name)
+    return Trace(request.state.request_id, given if is_traceparent(given) else None)

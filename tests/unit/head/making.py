@@ -24,8 +24,8 @@ from meshnet.head.replay import InputLog, ReplayBudget, ReplayMode
 from meshnet.head.route_book import RouteBook
 from meshnet.ids import BootId, SessionId
 from meshnet.model.fake_stage import HIDDEN_SIZE, FakeStage, fake_facts, next_token
-from meshnet.model.interface import CacheState, StageOutput, StageStep
-from meshnet.shard.compute import ComputeThread, ResultT, Timed
+from meshnet.model.interface import CacheState, StageModel, StageOutput, StageStep
+from meshnet.shard.compute import ComputeThread, Timed
 from meshnet.shard.step_log import DecodeLog
 from meshnet.shard.worker import ShardWorker
 from meshnet.topology import Hop, HopSpec, LayerSpan, Route, ShardFacts, build_route, make_hop
@@ -126,10 +126,17 @@ class InlineCompute(ComputeThread):
     """Computes at once, on no thread."""
 
     def __init__(self) -> None:
-        super().__init__(max_queued=1)
+        super().__init__(max_queued=1, max_batch=1)
 
-    async def run(self, function: Callable[[], ResultT]) -> Timed[ResultT]:
-        return Timed(function(), 0.0, 0.0)
+    async def step(
+        self,
+        stage: StageModel,
+        step: StageStep,
+        state: CacheState | None = None,
+        session: SessionId | None = None,
+    ) -> Timed:
+        del session
+        return Timed(stage.run(step, state), 0.0, 0.0, batch_size=1)
 
 
 class CountingStage(FakeStage):

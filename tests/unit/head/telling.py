@@ -116,13 +116,13 @@ class FakePipeline(Pipeline):
         score: bool = False,
     ) -> TailAnswer:
         self.scored.append(score)
-        return await self._step("prefill", ids, sampling, context)
+        return await self._ask("prefill", ids, sampling, context)
 
     async def decode(
         self, token_id: int, sampling: Sampling, context: SamplingContext = NO_CONTEXT
     ) -> TailAnswer:
         self.scored.append(False)
-        return await self._step("decode", [token_id], sampling, context)
+        return await self._ask("decode", [token_id], sampling, context)
 
     async def stateless_step(
         self,
@@ -133,9 +133,9 @@ class FakePipeline(Pipeline):
         score: bool = False,
     ) -> TailAnswer:
         self.scored.append(score)
-        return await self._step("stateless", ids, sampling, context)
+        return await self._ask("stateless", ids, sampling, context)
 
-    async def _step(
+    async def _ask(
         self, what: str, ids: Sequence[int], sampling: Sampling, context: SamplingContext
     ) -> TailAnswer:
         assert self.closed == 0
@@ -165,7 +165,7 @@ class Head:
     def __init__(self, background: Background) -> None:
         self.background = background
         text = TextModel(frozenset({END}), spelling, encode)
-        self.generator = Generator(text, max_concurrent=2, max_queued=1)
+        self.generator = Generator(text)
 
     def pipeline(self, answers: Sequence[Answer], **changed: object) -> FakePipeline:
         return FakePipeline(self.background, answers, **changed)

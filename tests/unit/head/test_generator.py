@@ -1,12 +1,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator
 from contextlib import aclosing
 
 import pytest
 
-from meshnet.errors import HopProtocolError, QueueFull, RouteError, StageError
+from meshnet.errors import HopProtocolError, RouteError, StageError
 from meshnet.generation import GenerationRequest, TokenEvent
 from meshnet.head.background import Background
 from meshnet.head.pipeline import Pipeline
@@ -126,6 +125,32 @@ async def test_a_cached_sequence_may_be_longer_than_a_step(head: Head) -> None:
     assert len(await head.all(pipeline)) == 4
 
 
+async def test_an_answer_ends_where_there_is_no_room(head: Head) -> None:
+    """As its length, with what was held back, before a step that the hops could not hold."""
+    pipeline = head.pipeline([1, 50, 3])
+    asked: list[int] = []
+
+    def may_hold(n_tokens: int) -> bool:
+        asked.append(n_tokens)
+        return n_tokens <= len(PROMPT) + 2
+
+    request = GenerationRequest(PROMPT, 8, SAMPLING)
+    generated = head.generator.generate(request, lambda: pipeline, may_hold)
+    events = [event async for event in generated]
+
+    assert events == [TokenEvent("<1>", 1), TokenEvent("~", 50, "length")]
+    assert asked == [len(PROMPT) + 2, len(PROMPT) + 3]
+
+
+async def test_at_its_last_token_an_answer_asks_for_no_room(head: Head) -> None:
+    """No token comes after it."""
+    request = GenerationRequest(PROMPT, 1, SAMPLING)
+    pipeline, asked = head.pipeline([1]), list[int]()
+    generated = head.generator.generate(request, lambda: pipeline, lambda n: not asked.append(n))
+
+    assert ([event async for event in generated], asked) == ([TokenEvent("<1>", 1, "length")], [])
+
+
 # --- tails that know text only ---
 
 
@@ -162,11 +187,11 @@ async def test_a_tail_that_says_nothing_is_a_protocol_error(head: Head) -> None:
 
 
 async def test_success_closes_the_session(head: Head) -> None:
-    """At its end the session is freed once, and the place too."""
+    """At its end the session is freed once."""
     pipeline = head.pipeline([END])
     await head.all(pipeline)
 
-    assert (pipeline.closed, head.generator.active) == (1, 0)
+    assert pipeline.closed == 1
 
 
 @pytest.mark.parametrize("nth", [1, 2])
@@ -178,7 +203,7 @@ async def test_an_error_closes_the_session(head: Head, failure: Exception, nth: 
     with pytest.raises(type(failure)) as caught:
         await head.all(pipeline)
 
-    assert (caught.value, pipeline.closed, head.generator.active) == (failure, 1, 0)
+    assert (caught.value, pipeline.closed) == (failure, 1)
 
 
 async def test_a_reader_that_leaves_closes_the_session(head: Head) -> None:
@@ -188,16 +213,16 @@ async def test_a_reader_that_leaves_closes_the_session(head: Head) -> None:
     await anext(events)
     await events.aclose()
 
-    assert (pipeline.closed, head.generator.active) == (1, 0)
+    assert pipeline.closed == 1
 
 
 async def test_a_generation_never_begun_has_nothing_to_close(head: Head) -> None:
-    """aclose() before the first token was asked for touches no hop and takes no place."""
+    """aclose() before the first token was asked for touches no hop."""
     pipeline = head.pipeline([1])
     events = head.generate(pipeline)
     await events.aclose()
 
-    assert (pipeline.asked, pipeline.closed, head.generator.active) == ([], 0, 0)
+    assert (pipeline.asked, pipeline.closed) == ([], 0)
 
 
 async def cancelled_in(head: Head, pipeline: FakePipeline, step: int) -> None:
@@ -223,7 +248,7 @@ async def test_cancellation_closes_the_session(head: Head, step: int) -> None:
     pipeline = head.pipeline([1, 2])
     await cancelled_in(head, pipeline, step)
 
-    assert (len(pipeline.asked), pipeline.closed, head.generator.active) == (step, 1, 0)
+    assert (len(pipeline.asked), pipeline.closed) == (step, 1)
 
 
 class SlowToClose(FakePipeline):
@@ -252,11 +277,11 @@ async def test_cancelled_again_while_closing_it_closes_all_the_same() -> None:
         closed_with_the_reader = pipeline.closed
         pipeline.may_close.set()
 
-    assert (closed_with_the_reader, pipeline.closed, head.generator.active) == (0, 1, 0)
+    assert (closed_with_the_reader, pipeline.closed) == (0, 1)
 
 
-async def test_a_session_that_cannot_begin_takes_no_place(head: Head) -> None:
-    """Where there is no route when the request's turn has come, that is raised, and it is over."""
+async def test_a_session_that_cannot_begin_is_told(head: Head) -> None:
+    """What keeps the session from beginning is raised as it is."""
 
     def no_route() -> Pipeline:
         raise RouteError("there is none")
@@ -264,114 +289,3 @@ async def test_a_session_that_cannot_begin_takes_no_place(head: Head) -> None:
     events = head.generator.generate(GenerationRequest(PROMPT, 8, SAMPLING), no_route)
     with pytest.raises(RouteError):
         await anext(events)
-
-    assert (head.generator.active, head.generator.idle.is_set()) == (0, True)
-
-
-# --- how many at once ---
-
-
-async def running(head: Head, n: int) -> list[AsyncGenerator[TokenEvent]]:
-    """Generations that have their first token."""
-    generations = [head.generate(head.pipeline([1, 2])) for _ in range(n)]
-    for events in generations:
-        await anext(events)
-    return generations
-
-
-async def test_where_many_wait_there_is_no_room(head: Head) -> None:
-    """Over the limits of running and waiting generations a request is refused, as retryable."""
-    generations = await running(head, 2)
-    head.generator.check_room()
-    waiting = asyncio.create_task(head.all(head.pipeline([END])))
-    await turn_the_loop()
-    with pytest.raises(QueueFull, match="3 generations are running or waiting") as caught:
-        head.generator.check_room()
-    for events in generations:
-        await events.aclose()
-    await waiting
-    head.generator.check_room()
-
-    assert (caught.value.members, caught.value.retryable) == ({"value": 3, "allowed": 3}, True)
-
-
-async def test_generations_over_the_limit_wait_for_their_turn(head: Head) -> None:
-    """No session is begun for those that wait; they go on one by one, the first one first."""
-    generations = await running(head, 2)
-    order: list[str] = []
-
-    async def late(name: str) -> None:
-        def begin() -> Pipeline:
-            order.append(name)
-            return head.pipeline([1, END])
-
-        request = GenerationRequest(PROMPT, 8, SAMPLING)
-        async for _ in head.generator.generate(request, begin):
-            await turn_the_loop()
-        order.append(f"{name} ended")
-
-    waiting = [asyncio.create_task(late(name)) for name in ("first", "second")]
-    await turn_the_loop()
-    meanwhile = list(order)
-    await generations[0].aclose()
-    await asyncio.gather(*waiting)
-    await generations[1].aclose()
-
-    assert meanwhile == []
-    assert order == ["first", "first ended", "second", "second ended"]
-
-
-async def test_who_leaves_the_line_leaves_no_gap(head: Head) -> None:
-    """A waiting generation that is cancelled never begins, and the one behind it does."""
-    generations = await running(head, 2)
-    pipelines = [head.pipeline([END]) for _ in range(2)]
-    leaving, staying = (asyncio.create_task(head.all(pipeline)) for pipeline in pipelines)
-    await turn_the_loop()
-    leaving.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await leaving
-    in_line = head.generator.active
-    await generations[0].aclose()
-    events = await staying
-    await generations[1].aclose()
-
-    assert (in_line, events) == (3, [TokenEvent("", END, "stop")])
-    assert [(len(p.asked), p.closed) for p in pipelines] == [(0, 0), (1, 1)]
-
-
-@pytest.mark.parametrize("end", ["success", "cancellation"])
-async def test_a_place_is_free_again(head: Head, end: str) -> None:
-    """Whatever ends generations, as many as are allowed can run after them."""
-    for _ in range(5):
-        if end == "success":
-            await head.all(head.pipeline([END]))
-        else:
-            await cancelled_in(head, head.pipeline([1]), 1)
-
-    assert len(await head.all(head.pipeline([END]))) == 1
-
-
-async def test_it_is_idle_while_nothing_runs(head: Head) -> None:
-    """Who waits for the running generations to end is told when the last one has."""
-    idle = [head.generator.idle.is_set()]
-    generations = await running(head, 2)
-    idle.append(head.generator.idle.is_set())
-    for events in generations:
-        await events.aclose()
-        idle.append(head.generator.idle.is_set())
-
-    assert idle == [True, False, False, True]
-
-
-async def test_it_is_not_idle_while_one_waits(head: Head) -> None:
-    """A generation that waits is to be served too, so the last one's end is waited for."""
-    generations = await running(head, 2)
-    waiting = asyncio.create_task(head.all(head.pipeline([END])))
-    await turn_the_loop()
-    for events in generations:
-        await events.aclose()
-    idle = [head.generator.idle.is_set()]
-    await waiting
-    idle.append(head.generator.idle.is_set())
-
-    assert idle == [False, True]

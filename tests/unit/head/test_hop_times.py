@@ -1,6 +1,10 @@
 from __future__ import annotations
 
+from statistics import median
+
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from meshnet.head.hop_client import HopAnswer
 from meshnet.head.hop_times import HopTimes, HopTimesBook, StepLimits
@@ -60,6 +64,18 @@ def test_only_recent_steps_count() -> None:
         book.note("a", 1, answer(step_ms))
 
     assert book.of("a") == HopTimes(steps=128, step_ms=1.0, queue_ms=0.0, compute_ms=0.0)
+
+
+@given(st.lists(st.floats(0, 1e6), min_size=1, max_size=300))
+def test_a_median_is_that_of_the_last_steps(times: list[float]) -> None:
+    """However many steps there were, and in whatever order."""
+    book = HopTimesBook()
+    for step_ms in times:
+        book.note("a", 1, answer(step_ms))
+    told = book.of("a")
+
+    assert told is not None
+    assert (told.steps, told.step_ms) == (len(times[-128:]), median(times[-128:]))
 
 
 # --- how long a step may take ---

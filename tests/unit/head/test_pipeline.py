@@ -303,9 +303,13 @@ async def test_a_whole_sequence_is_scored_at_once() -> None:
 async def test_scores_that_were_told_are_not_asked_for_again() -> None:
     """Where a hop is fed again between chunks, the tail scores each chunk once all the same."""
     prompt = list(range(20, 26))
+    told = asyncio.Event()
     async with opened(max_bytes=0, chunk_tokens=2) as (mesh, pipeline):
-        mesh[A].disturbed = [well, well, refuses(EVICTED)]
-        answer = await pipeline.prefill(prompt, SCORING, score=True)
+        mesh[A].disturbed = [well, well, waits(told, refuses(EVICTED))]
+        scoring = asyncio.create_task(pipeline.prefill(prompt, SCORING, score=True))
+        await turn_the_loop(100)
+        told.set()
+        answer = await scoring
 
     assert answer.prompt_scores == scores_of(prompt)
     assert [context.next_ids for context in contexts(mesh[C])] == [
@@ -521,7 +525,7 @@ async def test_whatever_is_lost_penalties_and_scores_are_right(
 ) -> None:
     """What depends on all tokens so far is the same, whichever hop lost its state, and when."""
     limits = RecoveryLimits(max_rebuilds=100, timeout_s=1e6, backoff_s=1, max_backoff_s=4)
-    generator = Generator(TextModel(frozenset(), spelling, encode), max_concurrent=1)
+    generator = Generator(TextModel(frozenset(), spelling, encode))
     request = GenerationRequest(tuple(PROMPT), 6, PENALISED, logit_bias=BIAS, score_prompt=True)
     async with opened(max_bytes=max_bytes, chunk_tokens=2, limits=limits) as (mesh, pipeline):
         for shard, some in zip(mesh.shards.values(), faults, strict=True):

@@ -328,6 +328,15 @@ async def test_a_route_that_is_known_costs_no_call() -> None:
         assert ([hop.endpoint for hop in route.hops], bench.fleet[A].asked) == ([A, B], 1)
 
 
+async def test_a_request_is_judged_by_the_widest_route() -> None:
+    """Of two that run the same layers the one with more room says how long it may be."""
+    async with opened(TWICE) as bench:
+        bench.fleet.change(A, state_token_bytes=1, cache_bytes=9)
+        await bench.poll()
+
+        assert (await bench.readiness.route()).max_positions == 512
+
+
 async def test_a_request_looks_for_a_route() -> None:
     """A shard that has come since the last poll is found, and proven, by the next request."""
     async with opened() as bench:

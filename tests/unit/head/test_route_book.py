@@ -12,7 +12,7 @@ from meshnet.errors import (
     RouteError,
 )
 from meshnet.head.route_book import PinnedShards
-from meshnet.topology import HopSpec, LayerSpan
+from meshnet.topology import Hop, HopSpec, LayerSpan
 from tests.unit.fakes import FakeLog
 from tests.unit.head.fleet import AWAY, HALVES, LOADING, Fleet
 from tests.unit.head.making import A, B, C, D
@@ -311,6 +311,61 @@ async def test_of_several_the_least_busy_serves() -> None:
     assert fleet.route() == [C, B]
 
 
+def anywhere(_: Hop) -> bool:
+    return True
+
+
+async def test_a_session_goes_where_there_is_room() -> None:
+    """A shard with room for it is taken before one that is less busy."""
+    fleet = await Fleet(HALVES | {C: "0-2", D: "2-4"}).proven()
+    fleet.book.enter(C)
+    route = fleet.book.route_for(10, lambda hop: hop.endpoint != A)
+
+    assert [hop.endpoint for hop in route.hops] == [C, B]
+
+
+async def test_a_session_without_room_anywhere_has_a_route_to_wait_for() -> None:
+    """Where no shard has room now, the least busy is the one to wait for."""
+    fleet = await Fleet(HALVES | {C: "0-2"}).proven()
+    fleet.book.enter(A)
+    route = fleet.book.route_for(10, lambda hop: not anywhere(hop))
+
+    assert [hop.endpoint for hop in route.hops] == [C, B]
+
+
+async def test_a_session_goes_where_it_can_be_held() -> None:
+    """A shard whose whole cache is too small for it is no choice, however idle."""
+    fleet = Fleet(HALVES | {C: "0-2"})
+    fleet.change(A, state_token_bytes=1, cache_bytes=9)
+    await fleet.proven()
+    fleet.book.enter(C)
+
+    assert [hop.endpoint for hop in fleet.book.route_for(9, anywhere).hops] == [A, B]
+    assert [hop.endpoint for hop in fleet.book.route_for(10, anywhere).hops] == [C, B]
+
+
+async def test_a_session_that_no_shard_can_hold_has_no_route() -> None:
+    """Its length is told; where a shard is missing, that is."""
+    fleet = Fleet(HALVES)
+    fleet.change(A, state_token_bytes=1, cache_bytes=9)
+    await fleet.proven()
+    with pytest.raises(RouteError, match="no route can hold a session of 10 tokens now"):
+        fleet.book.route_for(10, anywhere)
+    fleet.book.set_aside(B, HopUnreachable("cut"))
+    with pytest.raises(RouteError, match=f"{B} is not ready: cut"):
+        fleet.book.route_for(10, anywhere)
+
+
+async def test_the_widest_route_takes_the_longest_sequences() -> None:
+    """Of standbys the one that can hold most, however busy."""
+    fleet = Fleet(HALVES | {C: "0-2"})
+    fleet.change(A, state_token_bytes=1, cache_bytes=9)
+    await fleet.proven()
+    fleet.book.enter(C)
+
+    assert [hop.endpoint for hop in fleet.book.widest_route().hops] == [C, B]
+
+
 async def test_sessions_of_others_count_too() -> None:
     """Where this head has as many sessions on both, the shard's own count decides."""
     fleet = Fleet(HALVES | {C: "0-2"})
@@ -543,7 +598,7 @@ async def test_an_alternative_is_compared_with_the_session_it_takes_over() -> No
     hop = fleet.hop(A)
     for at in (A, B, C):
         fleet.change(at, revision="new")
-    await fleet.asked()
+    await fleet.proven()
 
     assert fleet.book.alternative(hop) is None
 

@@ -8,7 +8,7 @@ from starlette.responses import PlainTextResponse, Response
 from starlette.types import Receive, Scope, Send
 
 from meshnet.errors import RateLimited, Unauthorized
-from services.head.access import AccessMiddleware, count_request
+from services.head.access import AccessMiddleware, caller_name, count_request
 from services.head.api_keys import ApiKeys, Caller, digest_of
 from services.head.rate_limit import RateLimit
 from tests.unit.services.asgi import Answer, ask, passes_untouched
@@ -108,6 +108,12 @@ async def test_what_is_no_request_passes() -> None:
 
 def request_of(caller: Caller | None) -> Request:
     return Request({"type": "http", "state": {"caller": caller}})
+
+
+@pytest.mark.parametrize(("caller", "name"), [(ALICE, "alice"), (None, "")])
+def test_a_caller_goes_by_its_keys_name(caller: Caller | None, name: str) -> None:
+    """Where no key is asked for, all callers are one."""
+    assert caller_name(request_of(caller)) == name
 
 
 async def test_a_limited_key_is_counted() -> None:
