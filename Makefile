@@ -66,6 +66,8 @@ bench: model  ## Re-make the numbers and plots of the README and docs/
 	$(BIN)/python -m benchmarks.growth $(MODEL)
 	$(BIN)/python -m benchmarks.recovery $(MODEL)
 	$(BIN)/python -m benchmarks.exact $(MODEL)
+	$(BIN)/python -m benchmarks.bench $(MODEL) $(if $(MESHNET_BENCH_LLAMA),--llama $(MESHNET_BENCH_LLAMA))
+	$(BIN)/python -m benchmarks.bench.tables
 
 faults: model  ## Every fault at every moment on every hop, over real processes (an hour)
 	$(BIN)/python -m benchmarks.faults $(MODEL)
