@@ -2,10 +2,12 @@
 
 `python -m benchmarks.memory MODEL_FOLDER`: the model split in 2 and in 3, from its GGUF file and
 from safetensors made of it. Prints a table; exits with 1 if a shard takes, beyond an idle shard
-process without a model, more than 1.15 times the bytes of its tensors and 60 MB.
+process without a model, more than 1.15 times the bytes of its tensors and 60 MB; tensors that are
+packed count as what they would take in float32.
 
-Safetensors that already have the stage's dtype are not copied: they stay mapped from the file, as
-memory that the system can share and take back. The table shows that part on its own.
+Safetensors that already have the stage's dtype stay mapped from the file, as memory that the system
+can share and take back, but for those that lean layers put beside others. The table shows that part
+on its own.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ import sys
 import tempfile
 import time
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 
 import httpx
@@ -51,7 +54,7 @@ import sys
 from meshnet.model.loading import plan_stage
 from meshnet.topology import LayerSpan
 plan = plan_stage(sys.argv[1], LayerSpan(0, int(sys.argv[2])), "float32")
-plan.load()
+plan.read()
 plan.piece.model.save_pretrained(sys.argv[3])
 """
 
@@ -130,19 +133,25 @@ def measure(model: Path, n_layers: int) -> list[Row]:
     print("|---|---|---|---|---|---|---|---|")
     rows: list[Row] = []
     with tempfile.TemporaryDirectory() as folder:
-        sources = {"GGUF": model, "safetensors": _as_safetensors(model, n_layers, Path(folder))}
-        for source, path in sources.items():
-            for n_shards in (2, 3):
-                for span in even_spans(n_layers, n_shards):
-                    row = Row(source, span, _sample_shard(path, span), idle)
-                    print(row, flush=True)
-                    rows.append(row)
+        converted = _as_safetensors(model, n_layers, Path(folder))
+        sources = [
+            ("GGUF", model, "fp32", (2, 3)),
+            ("safetensors", converted, "fp32", (2, 3)),
+            ("GGUF, int8", model, "int8", (2,)),
+            ("GGUF, int4", model, "int4", (2,)),
+        ]
+        for source, path, weights, counts in sources:
+            for span in chain.from_iterable(even_spans(n_layers, count) for count in counts):
+                row = Row(source, span, _sample_shard(path, span, weights), idle)
+                print(row, flush=True)
+                rows.append(row)
     return rows
 
 
-def _sample_shard(model: Path, span: LayerSpan) -> Sample:
+def _sample_shard(model: Path, span: LayerSpan, weights: str) -> Sample:
     port = free_port()
     options = ["--model", str(model), "--layers", str(span), "--port", str(port)]
+    options += ["--weights", weights]
     return sample_process([sys.executable, "-m", "services.cli", "shard", *options], port)
 
 

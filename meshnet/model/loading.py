@@ -21,6 +21,7 @@ from transformers.core_model_loading import (
 )
 
 from meshnet.model import split
+from meshnet.model.allocator import returning_memory
 from meshnet.model.checkpoint import Checkpoint, open_checkpoint, revision
 from meshnet.model.gguf_file import GgufCheckpoint
 from meshnet.model.identity import LAYER_NUMBER, fingerprint, layer_digests
@@ -44,14 +45,10 @@ class StagePlan:
     """Tensor name in the stage to tensor name in the checkpoint."""
     twins: Mapping[str, str]
     """Parameters of the stage that share another one's memory, and whose."""
+    nbytes: int
+    """Bytes of the span's tensors in the stage's dtype, before any of them is packed."""
     packing: Packing | None
     n_threads: int | None
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the span's tensors in the stage's dtype, before any of them is packed."""
-        tensors = self.piece.model.state_dict(keep_vars=True)
-        return sum(t.nbytes for name, t in tensors.items() if name not in self.twins)
 
     def load(self, progress: Progress = lambda _: None) -> TorchStage:
         """Make the stage; the plan is spent. See `read`.
@@ -60,8 +57,9 @@ class StagePlan:
             ModelError: A tensor is missing, damaged or of another shape, or the span cannot run.
             MeshError: `progress` raised it. Threads of the loader may end their tensor after that.
         """
-        facts = self.read(progress)
-        return TorchStage(make_layers(self.piece, facts), facts)
+        with returning_memory():
+            facts = self.read(progress)
+            return TorchStage(make_layers(self.piece, facts), facts)
 
     def read(self, progress: Progress = lambda _: None) -> ShardFacts:
         """Read the span's tensors into its piece, and say what it is now.
@@ -133,7 +131,17 @@ def plan_stage(
     twins = {twin: one for twin, one in tied.items() if {twin, one} <= held.keys()}
     own_names = _own_names(names, span, piece, tied)
     _check_complete(own_names, piece.model, twins)
-    return StagePlan(model, checkpoint, piece, facts, own_names, twins, packing, n_threads)
+    return StagePlan(
+        model,
+        checkpoint,
+        piece,
+        facts,
+        own_names,
+        twins,
+        nbytes=sum(tensor.nbytes for name, tensor in held.items() if name not in twins),
+        packing=packing,
+        n_threads=n_threads,
+    )
 
 
 def _tied(skeleton: PreTrainedModel) -> Mapping[str, str]:

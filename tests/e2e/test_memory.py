@@ -14,7 +14,10 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
 
 
 def test_no_shard_takes_more_than_its_tensors_and_a_little(smollm2: Path) -> None:
-    """In 2 and in 3, from GGUF and safetensors, every shard's peak is within 1.15 x + 60 MB."""
+    """In 2 and in 3, from GGUF and safetensors, every shard's peak is within 1.15 x + 60 MB.
+
+    Packed weights are held to what they would take in float32.
+    """
     table = subprocess.run(
         [sys.executable, "-m", "benchmarks.memory", str(smollm2)],
         cwd=ROOT,
@@ -24,4 +27,4 @@ def test_no_shard_takes_more_than_its_tensors_and_a_little(smollm2: Path) -> Non
     )
     sys.stdout.write(table.stdout)
     assert table.returncode == 0, table.stdout + table.stderr
-    assert table.stdout.count("| yes |") == 10
+    assert table.stdout.count("| yes |") == 14

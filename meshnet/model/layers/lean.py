@@ -116,9 +116,9 @@ class LeanLayer:
         """A copy with fewer, larger products, its packed weights sealed."""
         parts = {
             "query_key_value": stacked(self.query_key_value),
-            "output": self.output,
+            "output": stacked(self.output),
             "gate_up": stacked(self.gate_up),
-            "down": self.down,
+            "down": stacked(self.down),
         }
         for part in parts.values():
             seal(part)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 from typing import Any, Final, cast
 
@@ -21,7 +22,7 @@ from meshnet.model.layers.interface import Chunk
 from meshnet.model.layers.lean import Ends, LeanLayer, LeanLayers, Norm
 from meshnet.model.split import Piece
 from meshnet.model.tensors import torch_dtype
-from meshnet.model.weights.packing import SideBySide, has_packed
+from meshnet.model.weights.packing import SideBySide, has_packed, stacked
 from meshnet.topology import ShardFacts
 from meshnet.wire.frames import Dtype
 
@@ -75,6 +76,8 @@ def read_lean_layers(piece: Piece, facts: ShardFacts, family: FamilyLayers) -> L
     for index, layer in enumerate(layers):
         layers[index] = layer.stacked()
         base.layers[index] = nn.Identity()  # what was copied is freed before the next one is
+    if ends.lm_head is not None:
+        ends = replace(ends, lm_head=stacked(ends.lm_head))
     return LeanLayers(layers, ends, facts.span.start, dtype)
 
 

@@ -10,6 +10,9 @@ The 4-bit ones keep the numbers of a block's first half in the low halves of 16 
 second half in the high ones. All numbers are kept as they are; scales become bfloat16, which is
 three bits shorter (docs/adr/0020-weights-in-8-and-4-bits.md has what that costs).
 """
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
+# pyright: reportUnknownArgumentType=false
+# torch types its way of splitting loosely.
 
 from __future__ import annotations
 
@@ -20,7 +23,7 @@ from typing import Final
 import torch
 from gguf import GGMLQuantizationType
 
-from meshnet.model.weights.int4 import GROUP, Int4Linear, join_nibbles
+from meshnet.model.weights.int4 import GROUP, ROWS_AT_ONCE, Int4Linear, join_nibbles
 from meshnet.model.weights.packing import Packing
 
 _HALF_BYTES: Final = 2
@@ -90,14 +93,16 @@ def is_kept(kind: GGMLQuantizationType, packing: Packing) -> bool:
 
 def read_blocks(blocks: Blocks, bias: torch.Tensor | None) -> Int4Linear:
     """A layer with the weights of a quantised matrix, and a bias [out] or None."""
-    numbers, scale, zero = _READERS[blocks.kind](blocks.raw)
-    return Int4Linear(
-        join_nibbles(numbers),
-        scale.bfloat16(),
-        zero.bfloat16(),
-        bias,
-        in_features=blocks.raw.shape[1] * GROUP,
-    )
+    parts = [_read_rows(blocks.kind, rows) for rows in blocks.raw.split(ROWS_AT_ONCE)]
+    nibbles, scale, zero = (torch.cat(part) for part in zip(*parts, strict=True))
+    return Int4Linear(nibbles, scale, zero, bias, in_features=blocks.raw.shape[1] * GROUP)
+
+
+def _read_rows(
+    kind: GGMLQuantizationType, rows: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    numbers, scale, zero = _READERS[kind](rows)
+    return join_nibbles(numbers), scale.bfloat16(), zero.bfloat16()
 
 
 def _half(blocks: torch.Tensor, start: int) -> torch.Tensor:

@@ -24,7 +24,7 @@ ROW_BLOCK: Final = 16
 """The kernel takes outputs by so many."""
 _MAX: Final = 15
 _MIDDLE: Final = 8
-_ROWS_AT_ONCE: Final = 4096
+ROWS_AT_ONCE: Final = 4096
 """Rounding and arranging make copies; a multiple of the blocks that any CPU arranges by."""
 
 
@@ -70,7 +70,7 @@ class Int4Linear(nn.Module):
     @classmethod
     def quantised(cls, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Int4Linear:
         """Round a weight [out, in] of any float dtype to 16 numbers a group, least to greatest."""
-        nibbles, scales, zeros = zip(*map(_round, weight.split(_ROWS_AT_ONCE)), strict=True)
+        nibbles, scales, zeros = zip(*map(_round, weight.split(ROWS_AT_ONCE)), strict=True)
         return cls(
             torch.cat(nibbles),
             torch.cat(scales),
@@ -82,6 +82,8 @@ class Int4Linear(nn.Module):
     @classmethod
     def stacked(cls, linears: Sequence[Int4Linear]) -> Int4Linear:
         """One layer with the outputs of several, side by side. None of them is sealed."""
+        if len(linears) == 1:
+            return linears[0]
         return cls(
             torch.cat([linear.nibbles for linear in linears]),
             torch.cat([linear.scale for linear in linears]),
@@ -99,7 +101,7 @@ class Int4Linear(nn.Module):
 
     def seal(self) -> None:
         """Arrange the weights for the kernel, once, and let go of the numbers."""
-        packed = [_pack(rows) for rows in self.nibbles.split(_ROWS_AT_ONCE)]
+        packed = [_pack(rows) for rows in self.nibbles.split(ROWS_AT_ONCE)]
         scale_and_zero = torch.stack([self.scale, self.zero], dim=-1).transpose(0, 1).contiguous()
         self._packed = torch.cat(packed), scale_and_zero
         self.nibbles = torch.empty(0, dtype=torch.uint8)
@@ -123,8 +125,8 @@ class Int4Linear(nn.Module):
 
     def _reference(self, rows: torch.Tensor) -> torch.Tensor:
         """The product from the numbers as they are: slow."""
-        starts = range(0, self.out_features, _ROWS_AT_ONCE)
-        blocks = (self.dequantised(start, start + _ROWS_AT_ONCE) for start in starts)
+        starts = range(0, self.out_features, ROWS_AT_ONCE)
+        blocks = (self.dequantised(start, start + ROWS_AT_ONCE) for start in starts)
         return torch.cat([nn.functional.linear(rows, block) for block in blocks], dim=1)
 
 

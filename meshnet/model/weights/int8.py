@@ -16,7 +16,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Sequence
 from functools import cache
-from typing import Final
+from typing import Any, Final
 
 import torch
 from torch import nn
@@ -26,6 +26,7 @@ from meshnet.model.weights.bias import stacked_bias
 _MAX: Final = 127
 _FINER: Final = 2 * _MAX
 """Steps of the second part to one of the first: what is left after rounding is half a step."""
+_TINY: Final = torch.finfo(torch.float32).tiny
 _ZERO_POINT: Final = 128
 """Kernels take unsigned inputs."""
 
@@ -33,7 +34,7 @@ _ROWS_AT_ONCE: Final = 4096
 """Rounding makes several copies of what it is given."""
 
 Integers = Callable[[torch.Tensor], torch.Tensor]
-"""[n, in] float32 of integers in [-127, 127] to [n, out] float32: their products with weights."""
+"""[n, in] float32 in [-127, 127] to [n, out] float32: products of the nearest integers."""
 
 
 class Int8Linear(nn.Module):
@@ -67,6 +68,8 @@ class Int8Linear(nn.Module):
     @classmethod
     def stacked(cls, linears: Sequence[Int8Linear]) -> Int8Linear:
         """One layer with the outputs of several, side by side. None of them is sealed."""
+        if len(linears) == 1:
+            return linears[0]
         return cls(
             torch.cat([linear.weight for linear in linears]),
             torch.cat([linear.scale for linear in linears]),
@@ -85,16 +88,13 @@ class Int8Linear(nn.Module):
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         """[..., in] to [..., out], in the inputs' dtype."""
         rows = inputs.reshape(-1, self.in_features).float()
-        tiny = torch.finfo(torch.float32).tiny
-        step = (
-            torch.linalg.vector_norm(rows, torch.inf, dim=-1, keepdim=True).clamp_min(tiny) / _MAX
-        )
-        rows = rows / step
-        coarse = rows.round()
-        fine = (rows - coarse).mul_(_FINER).round_()
+        step = torch.linalg.vector_norm(rows, torch.inf, dim=-1, keepdim=True)
+        step = step.clamp_(min=_TINY).mul_(1 / _MAX)
+        coarse = rows / step
+        fine = (coarse - coarse.round()).mul_(_FINER)
         product = self._product or _reference(self.weight, self.scale)
-        whole, rest = product(torch.cat([coarse, fine])).chunk(2)
-        outputs = (whole + rest / _FINER).mul_(step)
+        outputs, rest = product(torch.cat([coarse, fine])).chunk(2)
+        outputs = outputs.add_(rest, alpha=1 / _FINER).mul_(step)
         if self.bias is not None:
             outputs += self.bias
         return outputs.to(inputs.dtype).view(*inputs.shape[:-1], self.out_features)
@@ -103,7 +103,7 @@ class Int8Linear(nn.Module):
 def _round(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Numbers [out, in] and scales [out] of some rows."""
     weight = weight.float()
-    scale = weight.abs().amax(dim=1).clamp_min(torch.finfo(torch.float32).tiny) / _MAX
+    scale = weight.abs().amax(dim=1).clamp_min(_TINY) / _MAX
     return (weight / scale.unsqueeze(1)).round_().to(torch.int8), scale
 
 
@@ -111,6 +111,7 @@ def _reference(weight: torch.Tensor, scale: torch.Tensor) -> Integers:
     """In float32, from the numbers as they are: any machine can, and none quickly."""
 
     def product(rows: torch.Tensor) -> torch.Tensor:
+        rows = rows.round()
         parts = [nn.functional.linear(rows, part.float()) for part in weight.split(_ROWS_AT_ONCE)]
         return torch.cat(parts, dim=1).mul_(scale)
 
@@ -120,10 +121,12 @@ def _reference(weight: torch.Tensor, scale: torch.Tensor) -> Integers:
 def _fbgemm(weight: torch.Tensor, scale: torch.Tensor) -> Integers:
     """The kernel of torch's older quantised modules: the one with the least around its product."""
     zeros = torch.zeros(len(scale), dtype=torch.int64)
+    # By its Python name: torch means to drop it some day, and warns of that where it can be caught.
+    quantise: Any = getattr(torch, "_make_per_channel_quantized_tensor")  # noqa: B009
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch means to drop it; then another one is used
-        make = torch.ops.aten._make_per_channel_quantized_tensor
-        packed = torch.ops.quantized.linear_prepack(make(weight, scale.double(), zeros, 0), None)
+        warnings.simplefilter("ignore")
+        quantised = quantise(weight, scale.double(), zeros, 0)
+    packed = torch.ops.quantized.linear_prepack(quantised, None)
     multiply = torch.ops.quantized.linear_with_input_q_dq_qweight_dq_output_fp32
     return lambda rows: multiply(rows, 1.0, _ZERO_POINT, packed)
 
@@ -134,7 +137,7 @@ def _onednn(weight: torch.Tensor, scale: torch.Tensor) -> Integers:
     zeros = torch.zeros(len(scale), dtype=torch.int32)
 
     def product(rows: torch.Tensor) -> torch.Tensor:
-        unsigned = (rows + _ZERO_POINT).to(torch.uint8)
+        unsigned = rows.round().add_(_ZERO_POINT).to(torch.uint8)
         return torch.ops.onednn.qlinear_pointwise(
             unsigned,
             1.0,
@@ -157,7 +160,7 @@ def _onednn(weight: torch.Tensor, scale: torch.Tensor) -> Integers:
 def _int_mm(weight: torch.Tensor, scale: torch.Tensor) -> Integers:
     """Torch's plain product of integers, which every CPU has."""
     weight = weight.t()
-    return lambda rows: torch.ops.aten._int_mm(rows.to(torch.int8), weight) * scale
+    return lambda rows: torch.ops.aten._int_mm(rows.round().to(torch.int8), weight) * scale
 
 
 @cache
@@ -171,6 +174,7 @@ def _kernel() -> Callable[[torch.Tensor, torch.Tensor], Integers]:
     weight[:32] = _MAX
     rows = torch.randint(-_MAX, _MAX + 1, (5, 256), generator=generator).float()
     rows[0], rows[1] = _MAX, -_MAX
+    rows[2:] *= 0.75  # which leaves halves too
     ones = torch.ones(64)
     right = _reference(weight, ones)(rows)
     for kernel in (_fbgemm, _onednn, _int_mm):

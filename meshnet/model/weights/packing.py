@@ -17,6 +17,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from meshnet.model.weights.bias import bias_of, stacked_bias
+from meshnet.model.weights.dense import DenseLinear
 from meshnet.model.weights.int4 import Int4Linear, fits_int4
 from meshnet.model.weights.int8 import Int8Linear
 
@@ -65,14 +66,14 @@ class SideBySide(nn.Module):
         return torch.cat([part(inputs) for part in self.parts], dim=-1)
 
 
-def stacked(layers: nn.Module) -> nn.Module:
-    """One layer that gives what several side by side do, with a copy of their weights.
+def stacked(layer: nn.Module) -> nn.Module:
+    """What gives the same in the quickest way: several layers side by side as one, if of a kind.
 
-    What is not several side by side, or not all of one kind, is given back as it is.
+    That one has a copy of their weights; a layer by itself keeps its own.
     """
-    linears = list(layers.parts) if isinstance(layers, SideBySide) else []
-    if len({(type(linear), getattr(linear, "planes", 1)) for linear in linears}) != 1:
-        return layers
+    linears = list(layer.parts) if isinstance(layer, SideBySide) else [layer]
+    if len({(type(linear), getattr(linear, "planes", 1)) for linear in linears}) > 1:
+        return layer
     if isinstance(linears[0], Int8Linear):
         return Int8Linear.stacked([one for one in linears if isinstance(one, Int8Linear)])
     if isinstance(linears[0], Int4Linear):
@@ -97,15 +98,8 @@ def _packed_in(module: nn.Module) -> Iterator[PackedLinear]:
             yield part
 
 
-def _stacked_dense(linears: Sequence[nn.Linear]) -> nn.Linear:
+def _stacked_dense(linears: Sequence[nn.Linear]) -> DenseLinear:
+    if len(linears) == 1:
+        return DenseLinear.of(linears[0])
     bias = stacked_bias([(bias_of(linear), linear.out_features) for linear in linears])
-    n_out = sum(linear.out_features for linear in linears)
-    stack = nn.Linear(linears[0].in_features, n_out, bias=bias is not None, device="meta")
-    stack.weight = _fixed(torch.cat([linear.weight for linear in linears]))
-    if bias is not None:
-        stack.bias = _fixed(bias)
-    return stack
-
-
-def _fixed(tensor: torch.Tensor) -> nn.Parameter:
-    return nn.Parameter(tensor.detach(), requires_grad=False)
+    return DenseLinear(torch.cat([linear.weight.detach() for linear in linears]), bias)
