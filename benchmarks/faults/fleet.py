@@ -40,11 +40,13 @@ class FaultCluster:
     Args:
         model: The model's folder.
         log_dir: Where `head.log`, `first.log`, `first-standby.log`... are written.
+        transport: How steps go from the head to the shards, `post` or `stream`.
     """
 
-    def __init__(self, model: Path, log_dir: Path) -> None:
+    def __init__(self, model: Path, log_dir: Path, transport: str) -> None:
         self._model = model
         self._log_dir = log_dir
+        self._transport = transport
         self._key = secrets.token_urlsafe(32)
         spans = dict(zip(HOPS, even_spans(N_LAYERS, len(HOPS)), strict=True))
 
@@ -152,6 +154,7 @@ class FaultCluster:
             "MESHNET_HEAD_STEP_TIMEOUT_S": str(STEP_TIMEOUT_S),
             "MESHNET_HEAD_MIN_STEP_TIMEOUT_S": "2",
             "MESHNET_HEAD_CONNECT_TIMEOUT_S": "1",
+            "MESHNET_HEAD_HOP_TRANSPORT": self._transport,
             "MESHNET_HEAD_DRAIN_TIMEOUT_S": "1",
             "MESHNET_HEAD_ROUTE_POLL_S": "0.3",
         }

@@ -1,6 +1,6 @@
 """HTTP/1.1 messages as the proxy needs them: whole, byte for byte, and a few headers read.
 
-Knows Content-Length and chunked bodies; no trailers' meaning, no upgrades, no pipelining.
+Knows Content-Length and chunked bodies; no trailers' meaning, no pipelining.
 """
 
 from __future__ import annotations
@@ -26,11 +26,13 @@ class Message:
         head: The first line, the headers and the empty line.
         body: As it came, chunk sizes included.
         headers: By lower-case name.
+        number: Of a step that came over a stream; None for what came as a request.
     """
 
     head: bytes
     body: bytes
     headers: Mapping[str, str]
+    number: int | None = None
 
     @property
     def raw(self) -> bytes:
@@ -56,6 +58,11 @@ class Message:
         session = self._get(names.SESSION) or PROBE_PREFIX
         is_forward = self.first_line[:2] == ["POST", "/v1/forward"]
         return is_forward and not session.startswith(PROBE_PREFIX)
+
+    @property
+    def opens_stream(self) -> bool:
+        """Whether it asks for a kept-open stream."""
+        return self._get("upgrade") == "websocket"
 
     @property
     def is_decode(self) -> bool:

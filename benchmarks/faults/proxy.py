@@ -1,8 +1,9 @@
 """A TCP proxy in front of one shard that understands HTTP/1.1: where faults of the network happen.
 
-Each request goes to the shard on a connection of its own. Towards the head connections are kept
-alive; where the shard cannot be reached or breaks off, the head's connection is closed: it is
-never sent an answer that the shard did not give. asyncio sets TCP_NODELAY on both sides.
+Each request, and each step of a stream, goes to the shard on a connection of its own. Towards the
+head connections are kept alive; where the shard cannot be reached or breaks off, the head's
+connection is closed: it is never sent an answer that the shard did not give. asyncio sets
+TCP_NODELAY on both sides.
 """
 
 from __future__ import annotations
@@ -14,6 +15,9 @@ from contextlib import suppress
 from types import TracebackType
 from typing import Self
 
+from websockets.exceptions import WebSocketException
+
+from benchmarks.faults import streams
 from benchmarks.faults.http1 import Message, read_answer, read_request
 from services.cli.serving import free_port
 
@@ -73,13 +77,15 @@ class Proxy:
             await asyncio.sleep(self.delay_s)
         try:
             answer = await self._exchange(request)
-        except (OSError, IncompleteReadError):
+        except (OSError, IncompleteReadError, WebSocketException):
             return None
         if self.delay_s:
             await asyncio.sleep(self.delay_s)
         return answer
 
     async def _exchange(self, request: Message) -> bytes:
+        if request.number is not None:
+            return await streams.exchange(request, self.shard_port)
         reader, writer = await asyncio.open_connection("127.0.0.1", self.shard_port)
         try:
             # A port without a listener can be given to the very socket that asks for it.
@@ -95,6 +101,9 @@ class Proxy:
         self._writers.add(writer)
         try:
             while request := await read_request(reader):
+                if request.opens_stream:
+                    await streams.HeadStream(request, writer, self._answer).serve(reader)
+                    break
                 answer = await self._answer(request)
                 if answer is None:
                     break

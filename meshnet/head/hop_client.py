@@ -1,24 +1,32 @@
-"""Talks to one shard over HTTP. The only place that sees httpx, and its errors."""
+"""Talks to one shard: over HTTP, and for short steps over a stream if there is one.
+
+The only place that sees httpx, and its errors.
+"""
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncGenerator, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from time import perf_counter
-from typing import Final, TypeVar
+from typing import Final, Literal, TypeVar
 
 import httpx
 from pydantic import BaseModel, ValidationError
 
 from meshnet.errors import HopError, HopProtocolError, HopTimeout, HopUnreachable, InvalidRequest
+from meshnet.head.hop_stream import HopStream, HopStreams, StreamLimits, open_streams
 from meshnet.ids import SessionId
-from meshnet.wire import headers, problems
+from meshnet.wire import headers, problems, stream_messages
 from meshnet.wire.frames import Frame
 from meshnet.wire.headers import StepHeaders
 from meshnet.wire.messages import ShardInfo, TailAnswer
 
 BodyT = TypeVar("BodyT", bound=BaseModel)
+
+HopTransport = Literal["auto", "post", "stream"]
+"""How steps go to a shard: each as a POST, or over a kept-open stream; `auto` is over a stream
+while there is one. What is too long for a stream's message is a POST always."""
 
 # The pool is larger than what admission lets through, and uvicorn's keep-alive is longer than ours:
 # a connection is never used in the moment that the other side closes it.
@@ -52,23 +60,32 @@ class HopAnswer:
 class _Answer:
     """A successful answer, read to its end."""
 
-    headers: httpx.Headers
+    headers: Mapping[str, str]
+    """Asked for by names in lower case."""
     body: bytes
 
 
 class HopClient:
-    """One shard, through one httpx client.
+    """One shard, through one httpx client and one stream at a time.
 
     Args:
         endpoint: `http://host:port`.
         http: Made by `open_hop`, which also closes it.
         timeouts: How long it may take.
+        streams: Likewise made and closed by `open_hop`; None has every step go by POST.
     """
 
-    def __init__(self, endpoint: str, http: httpx.AsyncClient, timeouts: HopTimeouts) -> None:
+    def __init__(
+        self,
+        endpoint: str,
+        http: httpx.AsyncClient,
+        timeouts: HopTimeouts,
+        streams: HopStreams | None = None,
+    ) -> None:
         self.endpoint = endpoint
         self._http = http
         self._timeouts = timeouts
+        self._streams = streams
 
     async def step(
         self, step: StepHeaders, body: bytes, *, limit_s: float, max_answer_bytes: int
@@ -87,15 +104,14 @@ class HopClient:
             HopProtocolError: An answer that is not of this protocol.
             MeshError: Whatever the shard refused the step with, as the class it raised.
         """
+        stream = await self._stream_for(max(len(body), max_answer_bytes))
         started_at = perf_counter()
-        response = await self._send(
-            "POST",
-            "/v1/forward",
-            content=body,
-            headers={"content-type": "application/octet-stream", **headers.render(step)},
-            limit_s=limit_s,
-            max_bytes=max(max_answer_bytes, _MAX_JSON_BYTES),
-        )
+        named = headers.render(step)
+        if stream is None:
+            response = await self._post(named, body, limit_s, max_answer_bytes)
+        else:
+            answer = await stream.exchange(named, body, limit_s)
+            response = self._check(answer.status, answer.headers, answer.body)
         return HopAnswer(
             self._read_step(response),
             step_ms=(perf_counter() - started_at) * 1000,
@@ -114,6 +130,24 @@ class HopClient:
         """What the shard says of itself. Raises as `step`."""
         response = await self._send("GET", "/v1/shard")
         return self._read_json(response, ShardInfo)
+
+    async def _stream_for(self, longest: int) -> HopStream | None:
+        """The stream, if there is one and neither step nor answer is too long for it."""
+        if self._streams is None or longest > stream_messages.MAX_BODY_BYTES:
+            return None
+        return await self._streams.get()
+
+    async def _post(
+        self, named: dict[str, str], body: bytes, limit_s: float, max_answer_bytes: int
+    ) -> _Answer:
+        return await self._send(
+            "POST",
+            "/v1/forward",
+            content=body,
+            headers={"content-type": "application/octet-stream", **named},
+            limit_s=limit_s,
+            max_bytes=max(max_answer_bytes, _MAX_JSON_BYTES),
+        )
 
     async def _send(
         self,
@@ -135,9 +169,13 @@ class HopClient:
                 body = await self._read(response, perf_counter() + limit_s, max_bytes)
         except httpx.HTTPError as error:
             raise self._translate(error) from error
-        if response.is_success:
-            return _Answer(response.headers, body)
-        raise problems.from_problem(body, status=response.status_code, endpoint=self.endpoint)
+        return self._check(response.status_code, response.headers, body)
+
+    def _check(self, status: int, headers: Mapping[str, str], body: bytes) -> _Answer:
+        """Take a success; anything else is raised as what it was refused with."""
+        if httpx.codes.is_success(status):
+            return _Answer(headers, body)
+        raise problems.from_problem(body, status=status, endpoint=self.endpoint)
 
     async def _read(self, response: httpx.Response, ends_at: float, max_bytes: int) -> bytes:
         """The whole body; httpx limits the wait for each part of it, not for all of them."""
@@ -169,9 +207,9 @@ class HopClient:
     def _read_step(self, response: _Answer) -> Frame | TailAnswer:
         if response.headers.get("content-type", "").startswith("application/json"):
             return self._read_json(response, TailAnswer)
-        shape = response.headers.get(headers.SHAPE, "")
+        shape = response.headers.get(headers.SHAPE.lower(), "")
         try:
-            dtype = headers.parse_dtype(response.headers.get(headers.DTYPE, ""))
+            dtype = headers.parse_dtype(response.headers.get(headers.DTYPE.lower(), ""))
             return Frame(dtype, headers.parse_shape(shape), response.body)
         except InvalidRequest as error:
             raise HopProtocolError(
@@ -190,19 +228,28 @@ class HopClient:
 
 @asynccontextmanager
 async def open_hop(
-    endpoint: str, timeouts: HopTimeouts, cluster_key: str | None = None
+    endpoint: str,
+    timeouts: HopTimeouts,
+    cluster_key: str | None = None,
+    transport: HopTransport = "auto",
 ) -> AsyncGenerator[HopClient]:
     """A client for one shard, closed at the end of the block."""
     auth = {} if cluster_key is None else {"authorization": f"Bearer {cluster_key}"}
     # trust_env=False: a proxy meant for the internet must not carry the mesh's traffic.
-    async with httpx.AsyncClient(
-        base_url=endpoint, headers=auth, limits=_POOL, trust_env=False
-    ) as http:
-        yield HopClient(endpoint, http, timeouts)
+    async with AsyncExitStack() as stack:
+        http = await stack.enter_async_context(
+            httpx.AsyncClient(base_url=endpoint, headers=auth, limits=_POOL, trust_env=False)
+        )
+        if transport == "post":
+            streams = None
+        else:
+            limits = StreamLimits(transport == "stream", timeouts.connect_s)
+            streams = await stack.enter_async_context(open_streams(endpoint, auth, limits))
+        yield HopClient(endpoint, http, timeouts, streams)
 
 
 def _milliseconds(response: _Answer, name: str) -> float:
     try:
-        return float(response.headers.get(name, 0.0))
+        return float(response.headers.get(name.lower(), 0.0))
     except ValueError:
         return 0.0

@@ -20,6 +20,7 @@ from fastapi import FastAPI
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from meshnet.errors import MeshError
+from meshnet.wire import stream_messages
 from services.cli.errors import BadOption
 
 GRACE_S: Final = 5
@@ -58,6 +59,7 @@ def serve(make_app: Callable[[], FastAPI], *, host: str, port: int) -> None:
             access_log=False,
             timeout_keep_alive=_KEEP_ALIVE_S,
             timeout_graceful_shutdown=GRACE_S,
+            ws_max_size=stream_messages.MAX_MESSAGE_BYTES,
         ),
     )
     try:

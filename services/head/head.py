@@ -90,7 +90,9 @@ async def open_head(
         key = settings.cluster_key.get_secret_value() if settings.cluster_key else None
         timeouts = HopTimeouts(settings.connect_timeout_s, settings.probe_timeout_s)
         clients = {
-            endpoint: await stack.enter_async_context(open_hop(endpoint, timeouts, key))
+            endpoint: await stack.enter_async_context(
+                open_hop(endpoint, timeouts, key, settings.hop_transport)
+            )
             for endpoint in {hop.endpoint for served in settings.served for hop in served.route}
         }
         metrics = HeadMetrics()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import PurePath
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import (
     AfterValidator,
@@ -158,6 +158,9 @@ class HeadSettings(BaseSettings):
     stream_ping_s: Seconds = 15.0
     """How often a stream that has nothing to say tells that it is alive."""
 
+    hop_transport: Literal["auto", "post", "stream"] = "auto"
+    """How steps go to the hops: each as a POST, or over a stream that is kept open; auto is over a
+    stream while there is one."""
     connect_timeout_s: Seconds = 5.0
     probe_timeout_s: Seconds = 3.0
     """The longest a hop may take for what computes nothing."""

@@ -24,6 +24,7 @@ from meshnet.shard.compute import ComputeThread
 from meshnet.shard.host import ShardHost, StageLoader
 from meshnet.shard.step_log import DecodeLog
 from meshnet.topology import LayerSpan
+from meshnet.wire import stream_messages
 from meshnet.wire.messages import ShardLimits
 from services.shard.metrics import ShardMetrics
 from services.shard.routes import (
@@ -35,6 +36,7 @@ from services.shard.routes import (
     protocol,
 )
 from services.shard.settings import ShardSettings
+from services.shard.stream import stream
 
 
 class LifespanState(TypedDict):
@@ -92,6 +94,7 @@ def create_app(
         title="Meshnet shard", lifespan=lifespan, openapi_url=None, redirect_slashes=False
     )
     app.add_route("/v1/forward", forward, methods=["POST"])
+    app.router.add_websocket_route(stream_messages.PATH, stream)
     app.include_router(health)
     app.include_router(protocol)
     app.add_exception_handler(MeshError, on_mesh_error)

@@ -9,13 +9,14 @@ from fastapi import APIRouter, Depends, Request, Response
 from fastapi.responses import JSONResponse
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException
+from starlette.requests import HTTPConnection
 
 from meshnet.errors import InvalidRequest, MeshError, ModelError, Unauthorized
 from meshnet.ids import TOKEN_PATTERN, SessionId, is_token
 from meshnet.shard.host import ShardHost
 from meshnet.wire import headers, problems
-from meshnet.wire.frames import Frame
 from meshnet.wire.messages import ShardInfo
+from services.shard.answers import Answer, refuse, run_step, wrong_length
 from services.shard.metrics import ShardMetrics
 from services.shard.settings import ShardSettings
 
@@ -30,13 +31,17 @@ async def _metrics(request: Request) -> ShardMetrics:
     return cast("ShardMetrics", request.state.metrics)
 
 
-async def _check_key(request: Request) -> None:
-    """Refuse whoever does not carry the cluster key, where one is set."""
-    settings = cast("ShardSettings", request.state.settings)
+async def check_key(connection: HTTPConnection) -> None:
+    """Refuse whoever does not carry the cluster key, where one is set.
+
+    Raises:
+        Unauthorized: It is missing or wrong.
+    """
+    settings = cast("ShardSettings", connection.state.settings)
     if settings.cluster_key is None:
         return
     expected = f"Bearer {settings.cluster_key.get_secret_value()}"
-    given = request.headers.get("authorization", "")
+    given = connection.headers.get("authorization", "")
     if not compare_digest(given.encode(), expected.encode()):
         raise Unauthorized("the cluster key is missing or wrong", field="Authorization")
 
@@ -45,7 +50,7 @@ Host = Annotated[ShardHost, Depends(_host)]
 Metrics = Annotated[ShardMetrics, Depends(_metrics)]
 
 health = APIRouter()
-protocol = APIRouter(prefix="/v1", dependencies=[Depends(_check_key)])
+protocol = APIRouter(prefix="/v1", dependencies=[Depends(check_key)])
 
 
 async def forward(request: Request) -> Response:
@@ -53,23 +58,12 @@ async def forward(request: Request) -> Response:
 
     The one path that is called for every token: a plain route, without FastAPI's dependencies.
     """
-    await _check_key(request)
+    await check_key(request)
     host, metrics = await _host(request), await _metrics(request)
     worker = host.worker
     step = headers.parse(request.headers)
     body = await _read_body(request, worker.check(step))
-    done = await worker.step(step, body)
-    metrics.count_step(step.cache, done)
-    timing = {
-        headers.QUEUE_MS: f"{done.queue_ms:.3f}",
-        headers.COMPUTE_MS: f"{done.compute_ms:.3f}",
-    }
-    if isinstance(done.result, Frame):
-        frame = done.result
-        shape = {headers.SHAPE: headers.render_shape(frame.shape), headers.DTYPE: frame.dtype}
-        return Response(frame.data, media_type="application/octet-stream", headers=timing | shape)
-    answer = done.result.model_dump_json(exclude_defaults=True)
-    return Response(answer, media_type="application/json", headers=timing)
+    return as_response(await run_step(worker, metrics, step, body))
 
 
 @protocol.delete("/sessions/{session}", status_code=204)
@@ -120,37 +114,28 @@ async def _read_body(request: Request, expected: int) -> bytes:
     """Read exactly `expected` bytes; a body that claims or turns out another length is refused."""
     claimed = request.headers.get("content-length")
     if claimed is not None and claimed != str(expected):
-        raise _wrong_length(claimed, expected)
+        raise wrong_length(claimed, expected)
     parts: list[bytes] = []
     length = 0
     async for part in request.stream():
         length += len(part)
         if length > expected:
-            raise _wrong_length(f"more than {expected}", expected)
+            raise wrong_length(f"more than {expected}", expected)
         parts.append(part)
     if length != expected:
-        raise _wrong_length(str(length), expected)
+        raise wrong_length(str(length), expected)
     return b"".join(parts)
 
 
-def _wrong_length(value: str, expected: int) -> InvalidRequest:
-    return InvalidRequest(
-        f"the body has {value[:20]} bytes, its headers make {expected}",
-        field="body",
-        value=value[:20],
-        allowed=expected,
-    )
+def as_response(answer: Answer) -> Response:
+    """An answer over HTTP."""
+    return Response(answer.body, answer.status, answer.headers)
 
 
-async def on_mesh_error(request: Request, error: Exception) -> JSONResponse:
-    """The one place where an error becomes an answer."""
+async def on_mesh_error(request: Request, error: Exception) -> Response:
+    """Of whatever a route raises."""
     mesh_error = error if isinstance(error, MeshError) else ModelError(str(error))
-    (await _metrics(request)).count_refusal(mesh_error)
-    return JSONResponse(
-        problems.to_problem(mesh_error),
-        status_code=mesh_error.status,
-        media_type=problems.MEDIA_TYPE,
-    )
+    return as_response(refuse(mesh_error, await _metrics(request)))
 
 
 async def on_http_exception(request: Request, error: Exception) -> JSONResponse:

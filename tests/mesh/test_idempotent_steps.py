@@ -66,14 +66,15 @@ class Net:
         assert await self.sessions() == [0, 0, 0]
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def served() -> AsyncGenerator[Net]:
+@pytest_asyncio.fixture(scope="module", loop_scope="module", params=["post", "stream"])
+async def served(request: pytest.FixtureRequest) -> AsyncGenerator[Net]:
     async with AsyncExitStack() as stack:
         shards = [
             await stack.enter_async_context(serve_lined(counting_stage(*span))) for span in SPANS
         ]
         head = serve_head(
             [shard.url for shard in shards],
+            hop_transport=request.param,
             prefill_chunk_tokens=CHUNK,
             min_step_timeout_s=0.2,
             recovery_timeout_s=20.0,

@@ -93,11 +93,11 @@ async def test_scores_are_the_unsplit_models(
     assert len(PROMPT) > WINDOW
     tiny = save(tmp_path, family)
     ids = PROMPT + tiny.greedy(PROMPT, N_TOKENS)
-    rows.clear()
     request = GenerationRequest(
         tuple(PROMPT), N_TOKENS, Sampling(top_logprobs=4), score_prompt=True
     )
     async with serve_cut(tiny, n_spans, kv_cache=kv_cache) as (generate, _):
+        rows.clear()
         events = await generate(request)
 
     assert (max(rows), sum(rows)) == (N_ROWS, len(ids) - 1)

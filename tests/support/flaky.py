@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import defaultdict, deque
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from meshnet.model.fake_stage import FakeStage, fake_facts
 from meshnet.model.interface import CacheState, StageOutput, StageStep
 from meshnet.topology import LayerSpan, ShardFacts
+from meshnet.wire.stream_messages import StreamMessage, decode, encode
 from services.head.probe import PROBE_PREFIX
 from services.shard.app import create_app as create_shard
 from services.shard.settings import ShardSettings
@@ -74,30 +76,16 @@ class Delivery:
     n: int
     path: str
     is_probe: bool
-    _scope: Scope
-    _body: bytes
-    _app: ASGIApp
-    _receive: Receive
+    _deliver: Callable[[], Awaitable[Reply]]
+    _caller_left: Callable[[], Awaitable[object]]
 
     async def deliver(self) -> Reply:
         """Let the shard have it; the caller hears nothing of this."""
-        messages: list[Message] = [{"type": "http.request", "body": self._body}]
-        sent: list[Message] = []
-
-        async def receive() -> Message:
-            return messages.pop() if messages else {"type": "http.disconnect"}
-
-        async def send(message: Message) -> None:
-            sent.append(message)
-
-        await self._app(dict(self._scope), receive, send)
-        start, *parts = sent
-        return Reply(start["status"], start["headers"], b"".join(p.get("body", b"") for p in parts))
+        return await self._deliver()
 
     async def until_caller_leaves(self) -> None:
         """Say nothing for as long as the caller waits."""
-        while (await self._receive())["type"] != "http.disconnect":
-            pass
+        await self._caller_left()
 
 
 OnRequest = Callable[[Delivery], Awaitable[Reply | None]]
@@ -121,24 +109,38 @@ class Line:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass on, or do what the test wants."""
+        if scope["type"] == "websocket":
+            await _Streamed(self, receive, send).run(scope)
+            return
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
         session = Headers(scope=scope).get("x-meshnet-session", "")
-        is_probe = session.startswith(PROBE_PREFIX)
-        is_step = scope["path"] == "/v1/forward" and not is_probe
-        self.n_steps += is_step
-        on_request = self.on_step if is_step else self.on_other
+        is_probe, n, on_request = self.note(session, is_step=scope["path"] == "/v1/forward")
         if on_request is None:
             await self.app(scope, receive, send)
             return
-        n, path = self.n_steps if is_step else 0, scope["path"]
         body = await _read(receive)
-        reply = await on_request(Delivery(n, path, is_probe, scope, body, self.app, receive))
+
+        async def deliver() -> Reply:
+            return await _deliver(self.app, scope, body)
+
+        async def caller_left() -> None:
+            await _left(receive)
+
+        reply = await on_request(Delivery(n, scope["path"], is_probe, deliver, caller_left))
         if reply is None:
-            await _hang_up(receive, send)
+            _hang_up(send)
+            await _left(receive)
         else:
             await _answer(reply, send)
+
+    def note(self, session: str, *, is_step: bool) -> tuple[bool, int, OnRequest | None]:
+        """Count what came. Returns whether a probe asked, the step's number, and what happens."""
+        is_probe = session.startswith(PROBE_PREFIX)
+        is_step = is_step and not is_probe
+        self.n_steps += is_step
+        return is_probe, self.n_steps if is_step else 0, self.on_step if is_step else self.on_other
 
     def reset(self) -> None:
         """Be a good line, and count anew."""
@@ -155,10 +157,28 @@ async def _read(receive: Receive) -> bytes:
             return bytes(body)
 
 
-async def _hang_up(receive: Receive, send: Send) -> None:
-    cast("Any", send).__self__.transport.abort()  # uvicorn's own; ASGI has no word for it
+async def _deliver(app: ASGIApp, scope: Scope, body: bytes) -> Reply:
+    messages: list[Message] = [{"type": "http.request", "body": body}]
+    sent: list[Message] = []
+
+    async def receive() -> Message:
+        return messages.pop() if messages else {"type": "http.disconnect"}
+
+    async def send(message: Message) -> None:
+        sent.append(message)
+
+    await app(dict(scope), receive, send)
+    start, *parts = sent
+    return Reply(start["status"], start["headers"], b"".join(p.get("body", b"") for p in parts))
+
+
+async def _left(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
+
+
+def _hang_up(send: Send) -> None:
+    cast("Any", send).__self__.transport.abort()  # uvicorn's own; ASGI has no word for it
 
 
 async def _answer(reply: Reply, send: Send) -> None:
@@ -172,6 +192,60 @@ async def _answer(reply: Reply, send: Send) -> None:
         await send({"type": "http.response.body", "body": b""})
         return
     await send({"type": "http.response.body", "body": reply.body})
+
+
+class _Streamed:
+    """A stream that passes a line: each of its messages is a delivery."""
+
+    def __init__(self, line: Line, receive: Receive, send: Send) -> None:
+        self._line = line
+        self._receive = receive
+        self._send = send
+        self._to_shard: asyncio.Queue[Message] = asyncio.Queue()
+        self._waiting: defaultdict[int, deque[asyncio.Future[Reply]]] = defaultdict(deque)
+        self._left = asyncio.Event()
+
+    async def run(self, scope: Scope) -> None:
+        """Pass messages on until one side leaves."""
+        shard = asyncio.ensure_future(self._line.app(scope, self._to_shard.get, self._from_shard))
+        passing: set[asyncio.Task[None]] = set()
+        while not self._left.is_set():
+            event = await self._receive()
+            if event["type"] == "websocket.receive":
+                passing.add(asyncio.create_task(self._pass(decode(event["bytes"]), event)))
+            else:
+                self._to_shard.put_nowait(event)
+            if event["type"] == "websocket.disconnect":
+                self._left.set()
+        await asyncio.gather(shard, *passing)
+
+    async def _pass(self, asked: StreamMessage, event: Message) -> None:
+        session = asked.headers.get("x-meshnet-session", "")
+        is_probe, n, on_request = self._line.note(session, is_step=True)
+
+        async def deliver() -> Reply:
+            answered: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
+            self._waiting[asked.number].append(answered)
+            self._to_shard.put_nowait(dict(event))
+            return await answered
+
+        delivery = Delivery(n, "/v1/forward", is_probe, deliver, self._left.wait)
+        reply = await (on_request(delivery) if on_request else deliver())
+        if reply is None:
+            _hang_up(self._send)
+        elif not self._left.is_set():
+            headers = {name.decode(): value.decode() for name, value in reply.headers}
+            answer = StreamMessage(asked.number, headers, reply.body, reply.status)
+            await self._send({"type": "websocket.send", "bytes": encode(answer)})
+
+    async def _from_shard(self, message: Message) -> None:
+        if message["type"] != "websocket.send":
+            await self._send(message)
+            return
+        answer = decode(message["bytes"])
+        headers = [(name.encode(), value.encode()) for name, value in answer.headers.items()]
+        reply = Reply(answer.status, headers, answer.body)
+        self._waiting[answer.number].popleft().set_result(reply)
 
 
 @dataclass

@@ -141,6 +141,7 @@ async def serve_head(
         "model": "fake",
         "route": tuple(HopSetting(endpoint=url) for url in urls),
         "cluster_key": SecretStr(CLUSTER_KEY),
+        "hop_transport": "post",  # what recorders and lines see; streams have their own tests
         "recovery_timeout_s": 5.0,
         "route_poll_s": 0.2,
     }

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
+from functools import partial
 
 from starlette.datastructures import Headers
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from meshnet.wire.stream_messages import decode
 from services.head.probe import PROBE_PREFIX
 
 
@@ -42,16 +44,29 @@ class Recorder:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Note, disturb, pass on."""
         if scope["type"] == "http" and scope["path"] == "/v1/forward":
-            seen = _seen(Headers(scope=scope))
-            if not seen.session.startswith(PROBE_PREFIX):
-                self.steps.append(seen)
-                if self.before_step is not None:
-                    await self.before_step(seen)
+            await self._note(Headers(scope=scope))
+        if scope["type"] == "websocket":
+            await self.app(scope, partial(self._receive, receive), send)
+            return
         if scope["type"] == "http" and scope["method"] == "DELETE":
             session = scope["path"].rpartition("/")[2]
             if not session.startswith(PROBE_PREFIX):
                 self.closed.append(session)
         await self.app(scope, receive, send)
+
+    async def _receive(self, receive: Receive) -> Message:
+        """A stream's next event, noted if it is a step."""
+        event = await receive()
+        if event["type"] == "websocket.receive":
+            await self._note(Headers(decode(event["bytes"]).headers))
+        return event
+
+    async def _note(self, headers: Headers) -> None:
+        seen = _seen(headers)
+        if not seen.session.startswith(PROBE_PREFIX):
+            self.steps.append(seen)
+            if self.before_step is not None:
+                await self.before_step(seen)
 
 
 def _seen(headers: Headers) -> SeenStep:

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 
 import httpx
 import pytest
@@ -18,7 +18,8 @@ from meshnet.errors import (
     QueueFull,
 )
 from meshnet.generation import Sampling
-from meshnet.head.hop_client import HopAnswer, HopClient, HopTimeouts, open_hop
+from meshnet.head.hop_client import HopAnswer, HopClient, HopTimeouts, HopTransport, open_hop
+from meshnet.head.hop_stream import HopStream, HopStreams, StreamLimits
 from meshnet.ids import SessionId
 from meshnet.model.fake_stage import fake_facts
 from meshnet.topology import LayerSpan
@@ -26,6 +27,7 @@ from meshnet.wire import headers
 from meshnet.wire.frames import Frame
 from meshnet.wire.headers import StepHeaders
 from meshnet.wire.messages import TailAnswer
+from meshnet.wire.stream_messages import MAX_BODY_BYTES, StreamMessage
 from tests.unit.fakes import shard_info
 from tests.unit.head.making import hidden, hop_client, problem, token
 
@@ -382,7 +384,151 @@ async def test_an_impossible_span_is_a_protocol_error() -> None:
         await Shard(httpx.Response(200, content=json.dumps(lie))).client().describe()
 
 
+# --- over a stream ---
+
+
+class Stream(HopStream):
+    """Answers every step as a shard would answer a POST, and keeps what was asked."""
+
+    def __init__(self, answer: httpx.Response) -> None:
+        self._answer = answer
+        self.asked: list[tuple[Mapping[str, str], bytes, float]] = []
+
+    async def exchange(
+        self, headers: Mapping[str, str], body: bytes, limit_s: float
+    ) -> StreamMessage:
+        self.asked.append((headers, body, limit_s))
+        named = dict(self._answer.headers)
+        return StreamMessage(1, named, self._answer.content, self._answer.status_code)
+
+
+class Streams(HopStreams):
+    """There is this stream, or none."""
+
+    def __init__(self, stream: Stream | None) -> None:
+        self._only = stream
+
+    async def get(self) -> HopStream | None:
+        return self._only
+
+
+def streaming(answer: httpx.Response | None, posted: Shard) -> tuple[HopClient, Stream | None]:
+    """A client with a stream, if there is to be an answer over it, and its stream."""
+    stream = answer and Stream(answer)
+    http = httpx.AsyncClient(base_url=A, transport=httpx.MockTransport(posted))
+    return HopClient(A, http, HopTimeouts(), Streams(stream)), stream
+
+
+async def test_a_step_goes_over_the_stream_that_is_there() -> None:
+    """With the headers and the bytes of a POST, and the same limit."""
+    client, stream = streaming(token(7), Shard(RuntimeError("nothing is to be posted")))
+    answer = await step_at(client, limit_s=20)
+
+    assert stream is not None
+    ((named, body, limit_s),) = stream.asked
+    assert (headers.parse(named), body, limit_s) == (STEP, BODY, 20)
+    assert answer.result == TailAnswer(token_id=7)
+
+
+async def test_a_step_is_posted_where_there_is_no_stream() -> None:
+    """POST is the reference, and always works."""
+    client, _ = streaming(None, Shard(token(7)))
+
+    assert (await step_at(client)).result == TailAnswer(token_id=7)
+
+
+@pytest.mark.parametrize(
+    ("body", "max_answer_bytes"), [(bytes(MAX_BODY_BYTES + 1), 32), (BODY, MAX_BODY_BYTES + 1)]
+)
+async def test_what_is_too_long_for_a_message_is_posted(body: bytes, max_answer_bytes: int) -> None:
+    """A step or its answer; what others send meanwhile goes past it."""
+    client, stream = streaming(token(7), Shard(token(8)))
+    answer = await client.step(STEP, body, limit_s=20, max_answer_bytes=max_answer_bytes)
+
+    assert stream is not None
+    assert (stream.asked, answer.result) == ([], TailAnswer(token_id=8))
+
+
+async def test_the_longest_message_goes_over_the_stream() -> None:
+    """Up to its limit nothing is posted."""
+    client, _ = streaming(token(7), Shard(token(8)))
+    longest = bytes(MAX_BODY_BYTES)
+    answer = await client.step(STEP, longest, limit_s=20, max_answer_bytes=MAX_BODY_BYTES)
+
+    assert answer.result == TailAnswer(token_id=7)
+
+
+async def test_hidden_states_and_times_are_read_from_a_stream() -> None:
+    """An answer is read like one to a POST."""
+    response = hidden(2, **{headers.QUEUE_MS: "1.5", headers.COMPUTE_MS: "20"})
+    client, _ = streaming(response, Shard(token(8)))
+    answer = await step_at(client)
+
+    assert answer.result == Frame("float32", (1, 2, 4), bytes(32))
+    assert (answer.queue_ms, answer.compute_ms) == (1.5, 20.0)
+
+
+async def test_a_refusal_over_a_stream_comes_out_as_it_was_raised() -> None:
+    """It is the same document."""
+    refusal = CacheMiss("gone", reason="evicted", held=0)
+    client, _ = streaming(problem(refusal), Shard(token(8)))
+    with pytest.raises(CacheMiss, match="gone") as caught:
+        await step_at(client)
+
+    assert caught.value.members == {"reason": "evicted", "held": 0, "endpoint": A}
+
+
+@given(STATUSES, BODIES, NAMED)
+async def test_any_answer_over_a_stream_is_a_result_or_an_error_of_ours(
+    status: int, body: bytes, named: dict[str, str]
+) -> None:
+    """As over POST."""
+    response = httpx.Response(status, content=body, headers=named)
+    try:
+        result: object = (await step_at(streaming(response, Shard(token(8)))[0])).result
+    except MeshError as error:
+        result = error
+
+    assert isinstance(result, Frame | TailAnswer | MeshError)
+
+
+async def test_only_steps_go_over_a_stream() -> None:
+    """Descriptions and closing are requests always."""
+    client, stream = streaming(token(7), Shard(httpx.Response(204)))
+    await client.close_session(SessionId("s"), 1)
+
+    assert stream is not None
+    assert stream.asked == []
+
+
 # --- open_hop ---
+
+
+@pytest.mark.parametrize(
+    ("transport", "limits"),
+    [
+        ("post", []),
+        ("auto", [StreamLimits(is_required=False, connect_s=7)]),
+        ("stream", [StreamLimits(is_required=True, connect_s=7)]),
+    ],
+)
+async def test_a_transport_is_whether_there_are_streams(
+    transport: HopTransport, limits: list[StreamLimits], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """None for `post`; such as there are for `auto`; and `stream` waits for one."""
+    opened: list[StreamLimits] = []
+
+    class Noted(HopStreams):
+        def __init__(self, endpoint: str, named: Mapping[str, str], limits: StreamLimits) -> None:
+            assert (endpoint, named) == (A, {"authorization": "Bearer k"})
+            opened.append(limits)
+            super().__init__(endpoint, named, limits)
+
+    monkeypatch.setattr("meshnet.head.hop_stream.HopStreams", Noted)
+    async with open_hop(A, HopTimeouts(connect_s=7), "k", transport):
+        pass
+
+    assert opened == limits
 
 
 @pytest.mark.parametrize(("key", "sent"), [(None, None), ("k", "Bearer k")])

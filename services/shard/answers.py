@@ -1,0 +1,63 @@
+"""What is answered to a step, whichever way it came."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+
+from meshnet.errors import InvalidRequest, MeshError
+from meshnet.shard.worker import ShardWorker
+from meshnet.wire import headers, problems
+from meshnet.wire.frames import Frame
+from meshnet.wire.headers import StepHeaders
+from services.shard.metrics import ShardMetrics
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """Status, headers and body, as HTTP has them."""
+
+    status: int
+    headers: dict[str, str]
+    body: bytes
+
+
+async def run_step(
+    worker: ShardWorker, metrics: ShardMetrics, step: StepHeaders, body: bytes
+) -> Answer:
+    """Run one checked step, and count it. Raises as `ShardWorker.step`."""
+    done = await worker.step(step, body)
+    metrics.count_step(step.cache, done)
+    named = {
+        headers.QUEUE_MS: f"{done.queue_ms:.3f}",
+        headers.COMPUTE_MS: f"{done.compute_ms:.3f}",
+    }
+    if isinstance(done.result, Frame):
+        frame = done.result
+        named |= {
+            headers.SHAPE: headers.render_shape(frame.shape),
+            headers.DTYPE: frame.dtype,
+            "content-type": "application/octet-stream",
+        }
+        return Answer(200, named, frame.data)
+    named["content-type"] = "application/json"
+    return Answer(200, named, done.result.model_dump_json(exclude_defaults=True).encode())
+
+
+def refuse(error: MeshError, metrics: ShardMetrics) -> Answer:
+    """The one way in which an error becomes an answer; it is counted."""
+    metrics.count_refusal(error)
+    problem = json.dumps(
+        problems.to_problem(error), ensure_ascii=False, allow_nan=False, separators=(",", ":")
+    )
+    return Answer(error.status, {"content-type": problems.MEDIA_TYPE}, problem.encode())
+
+
+def wrong_length(value: str, expected: int) -> InvalidRequest:
+    """The error of a body that is not as long as its headers make it."""
+    return InvalidRequest(
+        f"the body has {value[:20]} bytes, its headers make {expected}",
+        field="body",
+        value=value[:20],
+        allowed=expected,
+    )
