@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, Callable, Coroutine
+from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol, TypeVar
 
 from meshnet.errors import HopProtocolError
 from meshnet.generation import GenerationRequest, SamplingContext, TokenEvent, is_allowed
 from meshnet.head.pipeline import Pipeline
 from meshnet.text.stop_strings import StopStrings
 from meshnet.wire.messages import TailAnswer
+
+ResultT = TypeVar("ResultT")
 
 
 class Detokenizer(Protocol):
@@ -129,10 +131,13 @@ class _Answer:
         """One for each token; the last one has a finish reason."""
         answer = await self._next(score=self._request.score_prompt)
         event = self._take(answer) if self._request.max_tokens else _nothing(answer)
-        yield event
         while event.finish_reason is None:
-            event = self._take(await self._next())
-            yield event
+            # The hops are to work on the next token while this one is written and sent.
+            async with _begun(self._next()) as following:
+                yield event
+                answer = await following
+            event = self._take(answer)
+        yield event
 
     async def _next(self, *, score: bool = False) -> TailAnswer:
         """The tail's answer after the tokens so far."""
@@ -226,6 +231,17 @@ class _Answer:
         self._stateless = True
         self._ids.extend(self._encode(text))
         return text, not text
+
+
+@asynccontextmanager
+async def _begun(work: Coroutine[Any, Any, ResultT]) -> AsyncGenerator[asyncio.Task[ResultT]]:
+    """A task that has begun; left before its end, it is cancelled, and has ended."""
+    task = asyncio.create_task(work)
+    try:
+        yield task
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
 
 
 def _nothing(answer: TailAnswer) -> TokenEvent:

@@ -24,7 +24,7 @@ async def cluster(
     smollm2: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> AsyncGenerator[FaultCluster]:
     """Shards, standbys and a head behind proxies; each test says what it needs of them."""
-    async with FaultCluster(smollm2, tmp_path_factory.mktemp("faults")) as cluster:
+    async with FaultCluster(smollm2, tmp_path_factory.mktemp("faults"), "stream") as cluster:
         yield cluster
 
 
