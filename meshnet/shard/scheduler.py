@@ -14,9 +14,9 @@ from meshnet.ids import SessionId
 from meshnet.model.interface import CacheState, StageStep
 
 _PATIENCE: Final = 0.25
-"""The longest pause before a batch, in parts of what the last batch took (ADR 0019)."""
-_FORGET_S: Final = 10.0
-"""A session that stays away for longer has no rhythm."""
+"""The longest wait for one more, in parts of what the last batch took (ADR 0019)."""
+_REMEMBERED: Final = 1024
+"""Of so many sessions it is known with whom they left."""
 
 
 @dataclass(eq=False, slots=True)
@@ -45,18 +45,18 @@ JobT = TypeVar("JobT", bound=Job)
 
 
 @dataclass(slots=True)
-class _Rhythm:
-    """How a session comes and goes.
+class _Party:
+    """Sessions whose decodes ran together.
 
     Attributes:
-        start_layer: Where it enters the stage.
-        left_at: When its last decode ended here; infinite while one is here.
-        away_s: How long it was away before that decode; infinite while this is not known.
+        start_layer: Where they entered the stage.
+        left_at: When their batch ended.
+        away: Those that have not come again.
     """
 
     start_layer: int
-    left_at: float = -inf
-    away_s: float = inf
+    left_at: float
+    away: set[SessionId | None]
 
 
 class StepScheduler(Generic[JobT]):
@@ -68,9 +68,8 @@ class StepScheduler(Generic[JobT]):
 
     Sessions that were answered together come again one shortly after the other. A batch that began
     with the first of them would leave the rest to the next batch, as often as they come, and a
-    batch costs far more than one step more in it. So before a batch there is a pause for sessions
-    that are about to come, as far as can be told from how long each was away the last time. There
-    is none for a session that is alone, or whose neighbours are far away on other shards.
+    batch costs far more than one step more in it. So before a batch there is a short pause while
+    some are missing of those that left together. There is none for a session that left alone.
 
     Args:
         max_batch: The most steps in a batch.
@@ -80,7 +79,9 @@ class StepScheduler(Generic[JobT]):
         self._max_batch = max_batch
         self._decodes: deque[JobT] = deque()
         self._singles: deque[JobT] = deque()
-        self._rhythms: dict[SessionId | None, _Rhythm] = {}
+        self._parties: dict[SessionId | None, _Party] = {}
+        self._newest: _Party | None = None
+        self._absence_s = inf
         self._taken_at = -inf
         self._ended_at = -inf
         self._single_ended_at = -inf
@@ -96,9 +97,10 @@ class StepScheduler(Generic[JobT]):
             self._singles.append(job)
             return
         self._decodes.append(job)
-        rhythm = self._rhythm_of(job)
-        rhythm.away_s = job.queued_at - rhythm.left_at
-        rhythm.left_at = inf
+        party = self._parties.get(job.session)
+        if party is not None and job.session in party.away:
+            party.away.remove(job.session)
+            self._absence_s = job.queued_at - party.left_at
 
     def remove(self, job: JobT) -> bool:
         """Forget a step that waits. Returns False for one that was taken already."""
@@ -106,22 +108,24 @@ class StepScheduler(Generic[JobT]):
         if job not in queue:
             return False
         queue.remove(job)
-        if job.is_decode:
-            self._rhythms[job.session] = _Rhythm(job.step.start_layer, left_at=job.queued_at)
         return True
 
     def pause_s(self, now: float) -> float:
         """How long to wait for more decodes, unless one comes before; 0 where `take` is due."""
         if self._singles or not 0 < len(self._decodes) < self._max_batch:
             return 0.0
-        first = self._decodes[0]
-        until = max(first.queued_at, self._ended_at) + self._patience_s
-        about_to_come = any(
-            now - self._patience_s < rhythm.left_at + rhythm.away_s <= until
-            and rhythm.start_layer == first.step.start_layer
-            for rhythm in self._rhythms.values()
-        )
-        return max(until - now, 0.0) if about_to_come else 0.0
+        if not self._is_somebody_missing():
+            return 0.0
+        until = max(self._decodes[0].queued_at, self._ended_at) + self._patience_s
+        return max(until - now, 0.0)
+
+    def _is_somebody_missing(self) -> bool:
+        """Whether who waits left with others who are away, or they left who come back at once."""
+        parties = [self._parties.get(job.session) for job in self._decodes]
+        if self._absence_s <= self._patience_s:
+            parties.append(self._newest)
+        start_layer = self._decodes[0].step.start_layer
+        return any(p is not None and p.away and p.start_layer == start_layer for p in parties)
 
     def take(self, now: float) -> list[JobT]:
         """Take what runs next, once what was taken before has `ended`.
@@ -143,16 +147,13 @@ class StepScheduler(Generic[JobT]):
             self._single_ended_at = now
             return
         self._patience_s = _PATIENCE * (now - self._taken_at)
-        for job in jobs:
-            self._rhythm_of(job).left_at = now
-        self._rhythms = {
-            session: rhythm
-            for session, rhythm in self._rhythms.items()
-            if now - rhythm.left_at < _FORGET_S
-        }
-
-    def _rhythm_of(self, job: JobT) -> _Rhythm:
-        return self._rhythms.setdefault(job.session, _Rhythm(job.step.start_layer))
+        sessions = {job.session for job in jobs}
+        self._newest = _Party(jobs[0].step.start_layer, now, sessions)
+        for session in sessions:
+            self._parties.pop(session, None)  # what is new is to be last
+            self._parties[session] = self._newest
+        for forgotten in list(self._parties)[:-_REMEMBERED]:
+            del self._parties[forgotten]
 
     def _take_batch(self) -> list[JobT]:
         batch: dict[SessionId | None, JobT] = {}

@@ -151,91 +151,78 @@ def test_a_step_that_was_taken_cannot_be_given_up() -> None:
 # --- the pause before a batch ---
 
 
-def in_rhythm(*sessions: str, away_s: float = 1.0, start_layer: int = 0) -> StepScheduler[Job]:
-    """Sessions that ran together until 0.0, in a batch of 8 s, and were away so long before it.
-
-    The longest pause is a quarter of the batch: 2 s.
-    """
-    scheduler = scheduler_of(*(decode(s, -20, start_layer=start_layer) for s in sessions))
-    run_next(scheduler, -20, -10)
-    for session in sessions:
-        scheduler.add(decode(session, -10 + away_s, start_layer=start_layer))
+def ran_together(*sessions: str, start_layer: int = 0) -> StepScheduler[Job]:
+    """Sessions that ran together from -8.0 to 0.0: the longest pause is a quarter of that, 2 s."""
+    scheduler = scheduler_of(*(decode(s, -8, start_layer=start_layer) for s in sessions))
     run_next(scheduler, -8, 0)
     return scheduler
 
 
-def test_who_is_about_to_come_is_waited_for() -> None:
+def test_who_left_together_is_waited_for() -> None:
     """The first one back waits for the second, 2 s at most, and for nobody when it is there."""
-    scheduler = in_rhythm("a", "b")
-    scheduler.add(decode("a", 1.0))
-    pauses = [scheduler.pause_s(now) for now in (1.0, 2.5, 3.0, 4.0)]
-    scheduler.add(decode("b", 2.9))
+    scheduler = ran_together("a", "b")
+    scheduler.add(decode("a", 9.0))
+    pauses = [scheduler.pause_s(now) for now in (9.0, 10.5, 11.0, 12.0)]
+    scheduler.add(decode("b", 10.9))
 
     assert pauses == [2.0, 0.5, 0.0, 0.0]
-    assert scheduler.pause_s(2.9) == 0.0
-    assert sessions_in(scheduler.take(2.9)) == ["a", "b"]
+    assert scheduler.pause_s(10.9) == 0.0
+    assert sessions_in(scheduler.take(10.9)) == ["a", "b"]
 
 
 def test_a_lone_session_is_never_paused() -> None:
     """Its step is due the moment it comes."""
-    scheduler = in_rhythm("a")
+    scheduler = ran_together("a")
     scheduler.add(decode("a", 1.0))
 
     assert scheduler.pause_s(1.0) == 0.0
 
 
-@pytest.mark.parametrize(("away_s", "pause_s"), [(1.0, 2.0), (3.0, 2.0), (3.1, 0.0), (9.0, 0.0)])
-def test_who_is_far_away_is_not_waited_for(away_s: float, pause_s: float) -> None:
-    """Only who is due within the longest pause is: the others are at work elsewhere."""
-    scheduler = in_rhythm("a", "b", away_s=away_s)
-    scheduler.add(decode("a", 1.0))
+def test_who_did_not_come_in_time_is_in_another_batch_from_then_on() -> None:
+    """Each of the two is waited for by nobody then."""
+    scheduler = ran_together("a", "b")
+    scheduler.add(decode("a", 9.0))
+    run_next(scheduler, 11.0, 19.0)
+    scheduler.add(decode("b", 19.0))
+    late = scheduler.pause_s(19.0)
+    run_next(scheduler, 19.0, 27.0)
+    scheduler.add(decode("a", 28.0))
 
-    assert scheduler.pause_s(1.0) == pause_s
-
-
-@pytest.mark.parametrize(("at", "pause_s"), [(2.9, 2.0), (3.0, 0.0), (12.0, 0.0)])
-def test_who_is_long_overdue_is_not_waited_for(at: float, pause_s: float) -> None:
-    """A session that was due at 1.0 and is not there 2 s later has ended."""
-    scheduler = in_rhythm("a", "b")
-    scheduler.add(decode("a", at))
-
-    assert scheduler.pause_s(at) == pytest.approx(pause_s)
+    assert (late, scheduler.pause_s(28.0)) == (0.0, 0.0)
 
 
-def test_after_a_batch_who_waits_waits_for_who_just_left() -> None:
-    """Two sessions that take turns on one shard would go on so for ever; so they meet."""
-    scheduler = in_rhythm("a")
-    scheduler.add(decode("b", -1.0))
-    assert scheduler.pause_s(0.0) == 2.0
-    scheduler.add(decode("a", 1.0))
+@pytest.mark.parametrize(("away_s", "pause_s"), [(1.0, 2.0), (2.0, 2.0), (2.1, 0.0), (7.0, 0.0)])
+def test_two_that_take_turns_on_one_shard_meet(away_s: float, pause_s: float) -> None:
+    """Who waits waits for who just left, if that one comes back at once.
 
-    assert scheduler.pause_s(1.0) == 0.0
-    assert sessions_in(scheduler.take(1.0)) == ["b", "a"]
+    One that is away for longer is at work on other shards, and the two are best apart.
+    """
+    scheduler = ran_together("a")
+    scheduler.add(decode("a", away_s))
+    assert scheduler.take(away_s)
+    waiting, ended_at = decode("b", away_s + 1), away_s + 8
+    scheduler.ended([decode("a", away_s)], ended_at)
+    scheduler.add(waiting)
 
-
-def test_a_session_without_a_rhythm_is_not_waited_for() -> None:
-    """After its first decode nobody knows when it comes again."""
-    scheduler = scheduler_of(decode("a", 0), decode("b", 0))
-    run_next(scheduler, 0, 8)
-    scheduler.add(decode("a", 9))
-
-    assert scheduler.pause_s(9) == 0.0
+    assert scheduler.pause_s(ended_at) == pause_s
 
 
 def test_who_was_given_up_is_not_waited_for() -> None:
-    """Its rhythm is broken."""
-    scheduler = in_rhythm("a", "b")
+    """It had come."""
+    scheduler = ran_together("a", "b")
     late = decode("b", 1.0)
     scheduler.add(late)
     scheduler.remove(late)
-    scheduler.add(decode("a", 1.0))
+    scheduler.add(decode("a", 4.0))
 
-    assert scheduler.pause_s(1.0) == 0.0
+    assert scheduler.pause_s(4.0) == 0.0
 
 
 def test_sessions_of_other_layers_are_not_waited_for() -> None:
     """They could not be in the batch."""
-    scheduler = in_rhythm("b", start_layer=2)
+    scheduler = ran_together("b", "c", start_layer=2)
+    scheduler.add(decode("c", 1.0, start_layer=2))
+    scheduler.take(1.0)
     scheduler.add(decode("a", 1.0))
 
     assert scheduler.pause_s(1.0) == 0.0
@@ -243,7 +230,7 @@ def test_sessions_of_other_layers_are_not_waited_for() -> None:
 
 def test_nothing_that_can_run_waits_for_a_pause() -> None:
     """A chunk fills the time, and a full batch needs nobody."""
-    scheduler = in_rhythm("a", "b")
+    scheduler = ran_together("a", "b")
     assert scheduler.pause_s(0.5) == 0.0
     scheduler.add(decode("a", 1.0))
     waiting = chunk("p", 1.0)
@@ -257,17 +244,15 @@ def test_nothing_that_can_run_waits_for_a_pause() -> None:
     assert scheduler.pause_s(1.0) == 0.0
 
 
-def test_a_session_that_stays_away_is_forgotten() -> None:
-    """After ten seconds its next step is like its first: nobody waits for the one after it."""
-    scheduler = in_rhythm("a", "b")
-    for at in (9.0, 18.0):
-        scheduler.add(decode("a", at))
-        run_next(scheduler, at, at + 1)
-    scheduler.add(decode("b", 18.5))
-    run_next(scheduler, 19, 27)
-    scheduler.add(decode("a", 27.5))
+def test_of_very_many_sessions_those_who_came_last_are_remembered() -> None:
+    """Memory is bounded: who left with one of 1024 others before is not known any more."""
+    scheduler = ran_together("a", "b")
+    for number in range(1024):
+        scheduler.add(decode(f"s{number}", 9.0))
+        run_next(scheduler, 9.0, 9.0)
+    scheduler.add(decode("a", 10.0))
 
-    assert scheduler.pause_s(27.5) == 0.0
+    assert scheduler.pause_s(10.0) == 0.0
 
 
 # --- whatever comes, and whenever ---
