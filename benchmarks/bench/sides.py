@@ -23,7 +23,6 @@ from benchmarks.bench.results import Result
 from benchmarks.bench.workload import Workload
 from meshnet.topology import even_spans
 from services.cli.cluster import ClusterError, LocalCluster
-from services.shard.settings import ShardSettings
 
 DTYPES: Final = {"fp32": "float32", "bf16": "bfloat16", "int8": "float32", "int4": "float32"}
 """The formats of weights, and what hidden states and caches are beside them."""
@@ -124,10 +123,8 @@ async def nodes(
         env: Further settings of the processes.
 
     Raises:
-        ClusterError: They do not start; also where shards do not know the format.
+        ClusterError: They do not start.
     """
-    if "weights" not in ShardSettings.model_fields and weights.startswith("int"):
-        raise ClusterError(f"shards have no setting {WEIGHTS_VARIABLE}")
     with TemporaryDirectory() as logs:
         cluster = LocalCluster(
             str(work.model),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import isfinite
 from typing import Final
 
 import torch
@@ -31,3 +32,11 @@ def to_frame(tensor: torch.Tensor, dtype: Dtype) -> Frame:
     """The frame of a tensor of that dtype."""
     data = tensor.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes()
     return Frame(dtype, tuple(tensor.shape), data)
+
+
+def is_finite(tensor: torch.Tensor) -> bool:
+    """Whether all numbers are finite; where they are, their sum says so in little time.
+
+    A sum can overflow where no number has, which is looked at one by one then.
+    """
+    return isfinite(float(tensor.sum())) or bool(torch.isfinite(tensor).all())

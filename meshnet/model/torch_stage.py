@@ -20,7 +20,7 @@ from meshnet.model.layers.interface import Chunk, Layers
 from meshnet.model.layers.reading import NotLean, read_lean_layers
 from meshnet.model.sampler import sample
 from meshnet.model.scores import score
-from meshnet.model.tensors import from_frame, to_frame
+from meshnet.model.tensors import from_frame, is_finite, to_frame
 from meshnet.model.weights.packing import seal
 from meshnet.topology import ShardFacts
 from meshnet.wire.frames import Dtype
@@ -142,7 +142,7 @@ class TorchStage:
     def _answer(
         self, step: StageStep, hidden: torch.Tensor, logits: torch.Tensor | None
     ) -> StageOutput:
-        if not bool(torch.isfinite(hidden).all()):
+        if not is_finite(hidden):
             raise StageError(
                 f"the hidden states after layer {self._facts.span.end - 1} are not finite",
                 position=step.position,

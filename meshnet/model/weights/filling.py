@@ -171,9 +171,13 @@ def _blocks(
 def _pack_twins(
     model: PreTrainedModel, state: Mapping[str, Metered], twins: Mapping[str, str], packing: Packing
 ) -> None:
-    """What is a twin of the embedding gets packed weights of its own: that one stays as it is."""
+    """What is a twin of the embedding gets packed weights of its own: that one stays as it is.
+
+    In 8 bits they are rounded from it, whatever the file's blocks: `lm_head` is the widest layer of
+    all, and the kernel of blocks takes three times as long for the rows of a batch.
+    """
     names = packable(model, packing)
-    for twin, original in twins.items():
+    for twin, original in twins.items() if packing == "int4" else ():
         block = state[original].blocks(packing) if original in state else None
         if block is not None and _layer_of(twin) in names:
             _install(model, twin, block)
