@@ -14,6 +14,7 @@ MeshError
 │   ├── CacheMiss                  the state is not here; feed it again
 │   ├── SessionBusy                another step of the session is running
 │   ├── InputsDropped              the head no longer has what a hop was fed
+│   ├── InputMissing               the tensor that another shard was to push did not come
 │   └── StaleEpoch                 a newer epoch steers the session, or it was closed
 ├── ModelMismatch             409  the shard runs another model than the head believes
 ├── CapacityError             503  later it may work
@@ -157,6 +158,12 @@ class InputsDropped(SessionError):
     """What a hop was fed is not kept any more, so that all hops must be fed anew."""
 
     code = "inputs_dropped"
+
+
+class InputMissing(SessionError):
+    """The tensor that another shard was to push for this step did not come; nothing was changed."""
+
+    code = "input_missing"
 
 
 class StaleEpoch(SessionError):

@@ -95,6 +95,8 @@ class ShardFacts:
     dtype: str
     max_positions: int
     kv_cache: bool = True
+    push: bool = False
+    """Whether it pushes to other shards, and takes what they push."""
     max_step_tokens: int = 2**31 - 1
     state_base_bytes: int = 0
     """A session of n tokens takes at most this plus n times `state_token_bytes` of the cache."""

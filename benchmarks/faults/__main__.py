@@ -3,7 +3,8 @@
 Runs 528 cells on real processes, prints one line each, and writes benchmarks/results/faults.json
 and docs/failure-modes.md. Exits with 1 if a cell is not as expected. With a filter only the cells
 that pass it are run, and nothing is written; neither with `--transport stream`, which sends the
-steps over kept-open streams.
+steps over kept-open streams, nor with `--return direct` besides, where hidden states go from shard
+to shard.
 """
 
 from __future__ import annotations
@@ -23,11 +24,11 @@ from benchmarks.faults.runner import run_cell
 from benchmarks.faults.verdict import Verdict
 
 
-async def run(model: Path, cells: Sequence[Cell], transport: str) -> list[Verdict]:
+async def run(model: Path, cells: Sequence[Cell], transport: str, hop_return: str) -> list[Verdict]:
     log_dir = Path(mkdtemp(prefix="meshnet-faults-"))
     print(f"{len(cells)} cells; logs are in {log_dir}", flush=True)
     verdicts: list[Verdict] = []
-    async with FaultCluster(model, log_dir, transport) as cluster:
+    async with FaultCluster(model, log_dir, transport, hop_return) as cluster:
         for at, cell in enumerate(cells, start=1):
             started_at = perf_counter()
             verdict = await run_cell(cluster, cell)
@@ -39,6 +40,7 @@ async def run(model: Path, cells: Sequence[Cell], transport: str) -> list[Verdic
                 f" {verdict.recovery_ms:8.0f} ms {took_s:5.1f} s  {verdict.detail}".rstrip(),
                 flush=True,
             )
+        print(f"{cluster.n_pushed} tensors went from shard to shard")
     return verdicts
 
 
@@ -65,8 +67,18 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument(
         "--transport", choices=("post", "stream"), default="post", help="how steps go to the shards"
     )
+    parser.add_argument(
+        "--return",
+        dest="hop_return",
+        choices=("star", "direct"),
+        default="star",
+        help="which way hidden states go; direct needs --transport stream",
+    )
     parser.add_argument("--no-write", action="store_true", help="leave the two files as they are")
-    return parser.parse_args()
+    arguments = parser.parse_args()
+    if arguments.hop_return == "direct" and arguments.transport != "stream":
+        parser.error("--return direct needs --transport stream")
+    return arguments
 
 
 def chosen(arguments: argparse.Namespace) -> list[Cell]:
@@ -82,7 +94,9 @@ def main() -> int:
     arguments = parse_arguments()
     cells = chosen(arguments)
     started_at = perf_counter()
-    verdicts = asyncio.run(run(arguments.model.resolve(), cells, arguments.transport))
+    verdicts = asyncio.run(
+        run(arguments.model.resolve(), cells, arguments.transport, arguments.hop_return)
+    )
     print_summary(verdicts, perf_counter() - started_at)
     is_reference = len(cells) == len(all_cells()) and arguments.transport == "post"
     if is_reference and not arguments.no_write:

@@ -41,12 +41,16 @@ class FaultCluster:
         model: The model's folder.
         log_dir: Where `head.log`, `first.log`, `first-standby.log`... are written.
         transport: How steps go from the head to the shards, `post` or `stream`.
+        hop_return: Which way hidden states go, `star` or `direct`.
     """
 
-    def __init__(self, model: Path, log_dir: Path, transport: str) -> None:
+    def __init__(
+        self, model: Path, log_dir: Path, transport: str, hop_return: str = "star"
+    ) -> None:
         self._model = model
         self._log_dir = log_dir
         self._transport = transport
+        self._hop_return = hop_return
         self._key = secrets.token_urlsafe(32)
         spans = dict(zip(HOPS, even_spans(N_LAYERS, len(HOPS)), strict=True))
 
@@ -65,6 +69,12 @@ class FaultCluster:
     def head_url(self) -> str:
         """Where the head of the last setup listens."""
         return "" if self._head is None else self._head.url
+
+    @property
+    def n_pushed(self) -> int:
+        """How many tensors were pushed from shard to shard."""
+        nodes = (*self._primaries.values(), *self._standbys.values())
+        return sum(node.proxy.n_pushed for node in nodes)
 
     async def __aenter__(self) -> Self:
         for node in (*self._primaries.values(), *self._standbys.values()):
@@ -155,6 +165,7 @@ class FaultCluster:
             "MESHNET_HEAD_MIN_STEP_TIMEOUT_S": "2",
             "MESHNET_HEAD_CONNECT_TIMEOUT_S": "1",
             "MESHNET_HEAD_HOP_TRANSPORT": self._transport,
+            "MESHNET_HEAD_HOP_RETURN": self._hop_return,
             "MESHNET_HEAD_DRAIN_TIMEOUT_S": "1",
             "MESHNET_HEAD_ROUTE_POLL_S": "0.3",
         }

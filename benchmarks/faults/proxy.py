@@ -19,6 +19,7 @@ from websockets.exceptions import WebSocketException
 
 from benchmarks.faults import streams
 from benchmarks.faults.http1 import Message, read_answer, read_request
+from meshnet.wire.stream_messages import UNANSWERED
 from services.cli.serving import free_port
 
 Intercept = Callable[[Message], Awaitable[bytes | None]]
@@ -35,6 +36,7 @@ class Proxy:
         intercept: Asked instead of `forward` for what belongs to a session; None is no fault.
         delay_s: One way, for everything to and from the shard.
         in_flight: Steps and DELETEs that have come and are not dealt with yet.
+        n_pushed: Tensors of other shards that were passed on.
     """
 
     def __init__(self, shard_port: int) -> None:
@@ -42,6 +44,7 @@ class Proxy:
         self.intercept: Intercept | None = None
         self.delay_s = 0.0
         self.in_flight = 0
+        self.n_pushed = 0
         self.shard_port = shard_port
         self._writers: set[StreamWriter] = set()
         self._server: asyncio.Server | None = None
@@ -84,6 +87,10 @@ class Proxy:
         return answer
 
     async def _exchange(self, request: Message) -> bytes:
+        if request.number == UNANSWERED:
+            await streams.push(request, self.shard_port)
+            self.n_pushed += 1
+            return b""
         if request.number is not None:
             return await streams.exchange(request, self.shard_port)
         reader, writer = await asyncio.open_connection("127.0.0.1", self.shard_port)

@@ -15,8 +15,8 @@ import httpx
 from pydantic import BaseModel, ValidationError
 
 from meshnet.errors import HopError, HopProtocolError, HopTimeout, HopUnreachable, InvalidRequest
-from meshnet.head.hop_stream import HopStream, HopStreams, StreamLimits, open_streams
 from meshnet.ids import SessionId
+from meshnet.transport.hop_stream import HopStream, HopStreams, StreamLimits, open_streams
 from meshnet.wire import headers, problems, stream_messages
 from meshnet.wire.frames import Frame
 from meshnet.wire.headers import StepHeaders
@@ -48,12 +48,17 @@ class HopTimeouts:
 
 @dataclass(frozen=True, slots=True)
 class HopAnswer:
-    """What a hop answered to a step, and where the time went, in milliseconds."""
+    """What a hop answered to a step, and where the time went, in milliseconds.
+
+    Attributes:
+        pushed: Whether the result went to another shard as well, where that was asked for.
+    """
 
     result: Frame | TailAnswer
     step_ms: float
     queue_ms: float
     compute_ms: float
+    pushed: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +92,11 @@ class HopClient:
         self._timeouts = timeouts
         self._streams = streams
 
+    @property
+    def stream(self) -> HopStream | None:
+        """The stream that is open now; where there is none, one is opened meanwhile."""
+        return None if self._streams is None else self._streams.now()
+
     async def step(
         self, step: StepHeaders, body: bytes, *, limit_s: float, max_answer_bytes: int
     ) -> HopAnswer:
@@ -105,19 +115,23 @@ class HopClient:
             MeshError: Whatever the shard refused the step with, as the class it raised.
         """
         stream = await self._stream_for(max(len(body), max_answer_bytes))
+        if stream is not None:
+            return await self.step_on(stream, step, body, limit_s)
         started_at = perf_counter()
-        named = headers.render(step)
-        if stream is None:
-            response = await self._post(named, body, limit_s, max_answer_bytes)
-        else:
-            answer = await stream.exchange(named, body, limit_s)
-            response = self._check(answer.status, answer.headers, answer.body)
-        return HopAnswer(
-            self._read_step(response),
-            step_ms=(perf_counter() - started_at) * 1000,
-            queue_ms=_milliseconds(response, headers.QUEUE_MS),
-            compute_ms=_milliseconds(response, headers.COMPUTE_MS),
-        )
+        response = await self._post(headers.render(step), body, limit_s, max_answer_bytes)
+        return self._as_answer(response, started_at)
+
+    async def step_on(
+        self, stream: HopStream, step: StepHeaders, body: bytes, limit_s: float | None
+    ) -> HopAnswer:
+        """Send one step over a stream. Raises as `step`.
+
+        Unlike a POST, the wait for the answer may be cancelled.
+        """
+        started_at = perf_counter()
+        answer = await stream.exchange(headers.render(step), body, limit_s)
+        response = self._check(answer.status, answer.headers, answer.body)
+        return self._as_answer(response, started_at)
 
     async def close_session(self, session: SessionId, epoch: int) -> None:
         """Free a session on the shard; idempotent. Raises as `step`.
@@ -130,6 +144,15 @@ class HopClient:
         """What the shard says of itself. Raises as `step`."""
         response = await self._send("GET", "/v1/shard")
         return self._read_json(response, ShardInfo)
+
+    def _as_answer(self, response: _Answer, started_at: float) -> HopAnswer:
+        return HopAnswer(
+            self._read_step(response),
+            step_ms=(perf_counter() - started_at) * 1000,
+            queue_ms=_milliseconds(response, headers.QUEUE_MS),
+            compute_ms=_milliseconds(response, headers.COMPUTE_MS),
+            pushed=response.headers.get(headers.PUSHED.lower()) == "1",
+        )
 
     async def _stream_for(self, longest: int) -> HopStream | None:
         """The stream, if there is one and neither step nor answer is too long for it."""

@@ -8,6 +8,8 @@ after do not notice.
 from __future__ import annotations
 
 import asyncio
+from contextlib import suppress
+from dataclasses import asdict
 from itertools import count
 from typing import cast
 
@@ -17,21 +19,25 @@ from meshnet.errors import (
     CacheFull,
     CacheMiss,
     Draining,
+    InputMissing,
     InputsDropped,
+    InvalidRequest,
     MeshError,
     ModelMismatch,
     QueueFull,
     RouteError,
     SessionBusy,
 )
+from meshnet.head.attempt import Attempt, Handover
 from meshnet.head.background import Background
 from meshnet.head.call import Call, Shards, Trace
-from meshnet.head.hop_client import HopAnswer
+from meshnet.head.hop_client import HopAnswer, HopClient
 from meshnet.head.hop_times import HopTimesBook
 from meshnet.head.recovery import Tries, is_passing
 from meshnet.head.replay import InputLog
 from meshnet.ids import SessionId, StepId
 from meshnet.topology import Hop
+from meshnet.transport.hop_stream import HopStream
 from meshnet.wire.context import render_context
 from meshnet.wire.frames import Dtype, Frame, nbytes
 from meshnet.wire.headers import StepHeaders
@@ -86,18 +92,53 @@ class HopSession:
         self._is_known = True
         shards.enter(hop.endpoint)
 
-    async def step(self, call: Call, tries: Tries) -> Frame | TailAnswer:
+    def stream_for(self, past_len: int) -> HopStream | None:
+        """The stream over which a cached call at this position can be begun, if it can be."""
+        is_in_step = self._is_known and self._held == past_len
+        return self._client.stream if is_in_step and self.hop.facts.push else None
+
+    def begin(
+        self, call: Call, handover: Handover, stream: HopStream, before: Attempt | None
+    ) -> Attempt:
+        """Send a cached call before its turn; `step` is to be given the attempt then.
+
+        Args:
+            call: Its frame is the input, or where another hop pushes that, of as many tokens.
+            handover: Where the input comes from, and where the output goes.
+            stream: See `stream_for`.
+            before: The attempt of the hop that pushes the input.
+        """
+        facts, n_tokens = self.hop.facts, call.frame.n_tokens
+        step_id, context = self._new_step_id(), render_context(call.context)
+        changes: dict[str, object] = asdict(handover)
+        body = call.frame.data + context
+        if handover.input_id is not None:
+            changes |= {"shape": (1, n_tokens, facts.hidden_size), "dtype": facts.dtype}
+            body = context
+        step = self._headers(call, step_id, len(context)).model_copy(update=changes)
+        sent = self._background.start(self._client.step_on(stream, step, body, None))
+        limit_s = self._times.limit_s(self.hop.endpoint, n_tokens)
+        return Attempt(step_id, self.hop.endpoint, sent, stream, limit_s, before)
+
+    async def step(
+        self, call: Call, tries: Tries, attempt: Attempt | None = None
+    ) -> Frame | TailAnswer:
         """Run one call, whatever is lost meanwhile.
 
         The call is repeated under the same step id, so that a shard which has run it already
         answers what it answered then.
+
+        Args:
+            call: What to run.
+            tries: What its failures may cost.
+            attempt: What `begin` has returned, if it was called for this call.
 
         Raises:
             RecoveryExhausted: A limit of `tries` was reached.
             InputsDropped: The session was lost here, and so were the inputs to feed it again.
             MeshError: The hop refused or failed in a way that trying again cannot mend.
         """
-        step_id = self._new_step_id()
+        step_id = self._new_step_id() if attempt is None else attempt.step_id
         n_failures = 0
         while True:
             try:
@@ -105,7 +146,7 @@ class HopSession:
                     self._take(await self._look())
                 if call.mode != "stateless":
                     await self._catch_up(call.past_len, tries)
-                answer = await self._send(call, step_id)
+                answer = await self._ask(call, step_id, attempt)
             except InputsDropped:
                 raise  # feeding this hop alone cannot help; the pipeline feeds all of them
             except MeshError as error:
@@ -113,6 +154,7 @@ class HopSession:
             else:
                 self._note_taken(call)
                 return answer
+            attempt = None
             n_failures += 1
             await self._mend(failure, tries, at_one_shard=n_failures <= _TRIES_AT_ONE_SHARD)
 
@@ -126,6 +168,10 @@ class HopSession:
         self._log.clear()
         self._shards.leave(self.hop.endpoint)
         await self._close_at(self.hop.endpoint, self._epoch)
+
+    @property
+    def _client(self) -> HopClient:
+        return self._shards.client(self.hop.endpoint)
 
     def _new_step_id(self) -> StepId:
         """An id of its own in this session at this place, which is all that a shard compares."""
@@ -215,29 +261,42 @@ class HopSession:
         self._epoch += 1
         self._held = self._log.usable(held)
 
-    async def _send(self, call: Call, step_id: StepId) -> Frame | TailAnswer:
-        hop, facts = self.hop, self.hop.facts
-        cached = call.mode != "stateless"
-        context = render_context(call.context)
-        step = StepHeaders(
+    async def _ask(
+        self, call: Call, step_id: StepId, attempt: Attempt | None
+    ) -> Frame | TailAnswer:
+        """The answer to what was begun; where that came to nothing, or there is none, to a call."""
+        if attempt is not None:
+            with suppress(InputMissing, InvalidRequest):  # of the way that the input was to come
+                answer = await attempt.answer()
+                self._times.note(self.hop.endpoint, call.frame.n_tokens, answer)
+                return answer.result
+        return await self._send(call, step_id)
+
+    def _headers(self, call: Call, step_id: StepId, n_context: int) -> StepHeaders:
+        hop = self.hop
+        return StepHeaders(
             session=self._session,
             cache=call.mode,
             past_len=call.past_len,
             shape=call.frame.shape,
             dtype=call.frame.dtype,
             start_layer=hop.layers.start,
-            fingerprint=facts.fingerprint,
+            fingerprint=hop.facts.fingerprint,
             step=step_id,
-            epoch=self._epoch if cached else 0,
+            epoch=self._epoch if call.mode != "stateless" else 0,
             boot=hop.boot_id or None,
             sampling=call.sampling,
-            context_bytes=len(context),
+            context_bytes=n_context,
             request_id=self._trace.request_id,
             traceparent=self._trace.traceparent,
         )
+
+    async def _send(self, call: Call, step_id: StepId) -> Frame | TailAnswer:
+        hop, facts = self.hop, self.hop.facts
+        context = render_context(call.context)
         n_tokens = call.frame.n_tokens
-        sent = self._shards.client(hop.endpoint).step(
-            step,
+        sent = self._client.step(
+            self._headers(call, step_id, len(context)),
             call.frame.data + context,
             limit_s=self._times.limit_s(hop.endpoint, n_tokens),
             max_answer_bytes=max(
@@ -248,7 +307,7 @@ class HopSession:
         # Law 7: cancelling inside an httpx call can leak a place in its pool for good, so the call
         # goes on, and ends by its own limits.
         answer: HopAnswer = await asyncio.shield(self._background.start(sent))
-        if cached:
+        if call.mode != "stateless":
             self._times.note(hop.endpoint, n_tokens, answer)
         return answer.result
 

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
 from typing import TypeVar
 
 from meshnet.errors import HopProtocolError, InputsDropped
+from meshnet.head.attempt import Attempt
 from meshnet.head.call import Call
+from meshnet.head.direct_return import DirectReturn
 from meshnet.head.hop_session import HopSession
 from meshnet.head.recovery import Tries
 from meshnet.wire.frames import Frame
@@ -33,7 +36,7 @@ class Step:
 
 
 async def run_steps(
-    hops: Sequence[HopSession], steps: Sequence[Step]
+    hops: Sequence[HopSession], steps: Sequence[Step], direct: DirectReturn | None = None
 ) -> AsyncGenerator[tuple[Step, TailAnswer]]:
     """Yield each step with the tail's answer, in order.
 
@@ -44,6 +47,7 @@ async def run_steps(
     Args:
         hops: First to last; nobody else uses them meanwhile.
         steps: Each begins where the one before it ends.
+        direct: How a single step may go from hop to hop; None is by this head.
 
     Raises:
         InputsDropped: A hop lost the session and cannot be fed alone. It is counted as one of the
@@ -52,7 +56,7 @@ async def run_steps(
         MeshError: What a hop refused a step with.
     """
     if len(steps) == 1:
-        yield steps[0], await run_alone(hops, steps[0])  # nothing to overlap it with
+        yield steps[0], await run_alone(hops, steps[0], direct)  # nothing to overlap it with
         return
     answers = asyncio.Queue[TailAnswer | asyncio.Task[None]]()
     tasks = _start(hops, steps, answers.put)
@@ -67,12 +71,16 @@ async def run_steps(
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def run_alone(hops: Sequence[HopSession], step: Step) -> TailAnswer:
+async def run_alone(
+    hops: Sequence[HopSession], step: Step, direct: DirectReturn | None = None
+) -> TailAnswer:
     """The tail's answer to one step. Raises as `run_steps`."""
-    frame = step.call.frame
-    for hop in hops[:-1]:
-        frame = await _hidden_of(hop, step, frame)
-    return await _answer_of(hops[-1], step, frame)
+    none_at_all: list[Attempt | None] = [None] * len(hops)
+    with direct.attempts(hops, step.call) if direct else nullcontext(none_at_all) as attempts:
+        frame = step.call.frame
+        for hop, attempt in zip(hops[:-1], attempts, strict=False):
+            frame = await _hidden_of(hop, step, frame, attempt)
+        return await _answer_of(hops[-1], step, frame, attempts[-1])
 
 
 async def _next_answer(answers: asyncio.Queue[TailAnswer | asyncio.Task[None]]) -> TailAnswer:
@@ -111,10 +119,12 @@ async def _work(
         await put(await run(step, await get()))
 
 
-async def _hidden_of(hop: HopSession, step: Step, frame: Frame) -> Frame:
+async def _hidden_of(
+    hop: HopSession, step: Step, frame: Frame, attempt: Attempt | None = None
+) -> Frame:
     """What a hop that is no tail makes of its input."""
     call = step.call
-    result = await _run(hop, Call(call.mode, frame, call.past_len), step.tries)
+    result = await _run(hop, Call(call.mode, frame, call.past_len), step.tries, attempt)
     endpoint = hop.hop.endpoint
     if not isinstance(result, Frame):
         raise HopProtocolError(f"{endpoint} answered as a tail", endpoint=endpoint)
@@ -125,18 +135,22 @@ async def _hidden_of(hop: HopSession, step: Step, frame: Frame) -> Frame:
     return result
 
 
-async def _answer_of(tail: HopSession, step: Step, frame: Frame) -> TailAnswer:
+async def _answer_of(
+    tail: HopSession, step: Step, frame: Frame, attempt: Attempt | None = None
+) -> TailAnswer:
     """What the tail answers to its input."""
-    result = await _run(tail, replace(step.call, frame=frame), step.tries)
+    result = await _run(tail, replace(step.call, frame=frame), step.tries, attempt)
     if not isinstance(result, TailAnswer):
         endpoint = tail.hop.endpoint
         raise HopProtocolError(f"{endpoint} answered hidden states", endpoint=endpoint)
     return result
 
 
-async def _run(hop: HopSession, call: Call, tries: Tries) -> Frame | TailAnswer:
+async def _run(
+    hop: HopSession, call: Call, tries: Tries, attempt: Attempt | None
+) -> Frame | TailAnswer:
     try:
-        return await hop.step(call, tries)
+        return await hop.step(call, tries, attempt)
     except InputsDropped as dropped:
         tries.count(dropped)
         raise

@@ -12,6 +12,7 @@ from meshnet.errors import InputsDropped
 from meshnet.generation import NO_CONTEXT, Sampling, SamplingContext
 from meshnet.head.background import Background
 from meshnet.head.call import Call, Shards, Trace
+from meshnet.head.direct_return import DirectReturn
 from meshnet.head.hop_session import HopSession
 from meshnet.head.hop_times import HopTimesBook
 from meshnet.head.overlap import Step, run_alone, run_steps
@@ -35,6 +36,7 @@ class PipelineKit:
         replay: How they are fed again.
         background: Where calls end that nobody waits for any more.
         prefill_chunk_tokens: The longest prefill step.
+        direct: How decode steps may go from hop to hop; None is always by the head.
     """
 
     times: HopTimesBook
@@ -43,6 +45,7 @@ class PipelineKit:
     replay: ReplayMode
     background: Background
     prefill_chunk_tokens: int
+    direct: DirectReturn | None = None
 
 
 class Pipeline:
@@ -169,7 +172,7 @@ class Pipeline:
             try:
                 if is_lost:
                     await self._feed_anew(left[0].tries)
-                async with aclosing(run_steps(self._hops, left)) as passed:
+                async with aclosing(run_steps(self._hops, left, self._kit.direct)) as passed:
                     async for step, answer in passed:
                         answers.append(answer)
                         self._ids.extend(step.call.frame.token_ids())

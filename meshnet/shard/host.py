@@ -52,6 +52,7 @@ class ShardHost:
         limits: What this shard takes.
         boot_id: Which life of the process this is.
         kv_cache: False refuses cached steps.
+        push: False takes no part in direct return.
     """
 
     def __init__(
@@ -64,13 +65,15 @@ class ShardHost:
         limits: ShardLimits,
         boot_id: BootId,
         kv_cache: bool,
+        push: bool = True,
     ) -> None:
         self.store = store
+        self.boot_id = boot_id
+        self.push = push and kv_cache
         self._loader = loader
         self._compute = compute
         self._decode_log = decode_log
         self._limits = limits
-        self._boot_id = boot_id
         self._kv_cache = kv_cache
         self._worker: ShardWorker | None = None
         self._failure: MeshError | None = None
@@ -92,10 +95,11 @@ class ShardHost:
             store=self.store,
             compute=self._compute,
             decode_log=self._decode_log,
-            boot_id=self._boot_id,
+            boot_id=self.boot_id,
             check_begin=self._check_begin,
             max_step_tokens=self._limits.max_step_tokens,
             kv_cache=self._kv_cache,
+            push=self.push,
         )
         load_ms = round((perf_counter() - began_at) * 1000)
         _log.info("ready", span=str(stage.facts.span), load_ms=load_ms)
@@ -155,7 +159,7 @@ class ShardHost:
         facts, cost = self.worker.stage.facts, self.worker.session_cost()
         use = await self.store.usage()
         return ShardInfo(
-            boot_id=self._boot_id,
+            boot_id=self.boot_id,
             draining=self._draining,
             model=facts.model,
             revision=facts.revision,
@@ -171,6 +175,7 @@ class ShardHost:
             weights=facts.weights,
             layer_digests=facts.layer_digests,
             kv_cache=self._kv_cache,
+            push=self.push,
             state_base_bytes=cost.base_bytes,
             state_token_bytes=cost.token_bytes,
             limits=self._limits,

@@ -44,6 +44,7 @@ class ShardWorker:
         check_begin: Raises if no session may begin now; one that is held goes on.
         max_step_tokens: The longest step, in tokens.
         kv_cache: False takes stateless steps only.
+        push: False takes no step whose input another shard pushes, or whose output is to be pushed.
     """
 
     stage: StageModel
@@ -54,12 +55,13 @@ class ShardWorker:
     check_begin: Callable[[], None]
     max_step_tokens: int
     kv_cache: bool = True
+    push: bool = True
 
     def check(self, step: StepHeaders) -> int:
         """Check a step's headers against the stage, before its body is read.
 
         Returns:
-            How many bytes the body must have.
+            How many bytes the body must have; without the tensor, where another shard pushes it.
 
         Raises:
             ModelMismatch: The head believes in another model.
@@ -106,8 +108,10 @@ class ShardWorker:
                 value=step.context_bytes,
                 allowed=longest,
             )
+        self._check_direct_return(step)
         self._check_life(step)
-        return nbytes(step.dtype, step.shape) + step.context_bytes
+        n_tensor = nbytes(step.dtype, step.shape) if step.input_id is None else 0
+        return n_tensor + step.context_bytes
 
     async def step(self, step: StepHeaders, body: bytes) -> Timed:
         """Run one checked step.
@@ -192,6 +196,22 @@ class ShardWorker:
         self.compute.check_room()
         if not step.past_len:
             self.check_begin()
+
+    def _check_direct_return(self, step: StepHeaders) -> None:
+        if not self.push and (step.input_id or step.push_id):
+            raise InvalidRequest(
+                "this shard takes no part in direct return",
+                field=headers.INPUT_ID if step.input_id else headers.PUSH_ID,
+                value=step.input_id or step.push_id,
+                allowed=None,
+            )
+        if step.push_id and self.stage.facts.span.end == self.stage.facts.n_layers:
+            raise InvalidRequest(
+                "this shard is the tail: nobody goes on with what it puts out",
+                field=headers.PUSH_TO,
+                value=step.push_to,
+                allowed=None,
+            )
 
     def _check_life(self, step: StepHeaders) -> None:
         if step.cache == "stateless" or step.boot in (None, self.boot_id):

@@ -5,10 +5,20 @@ Protocol version 1, docs/wire-protocol.md. A change here is a change of the prot
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
+from ipaddress import IPv6Address
 from typing import Annotated, Final, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    TypeAdapter,
+    ValidationError,
+)
 from pydantic_core import from_json
 
 from meshnet.errors import InvalidRequest
@@ -32,11 +42,18 @@ EPOCH: Final = "X-Meshnet-Epoch"
 BOOT: Final = "X-Meshnet-Boot"
 SAMPLING: Final = "X-Meshnet-Sampling"
 CONTEXT_BYTES: Final = "X-Meshnet-Context-Bytes"
+# Direct return: the input comes from another shard, the output goes to another one as well.
+INPUT_ID: Final = "X-Meshnet-Input-Id"
+PUSH_ID: Final = "X-Meshnet-Push-Id"
+PUSH_TO: Final = "X-Meshnet-Push-To"
+PUSH_BOOT: Final = "X-Meshnet-Push-Boot"
 REQUEST_ID: Final = "X-Request-Id"
 TRACEPARENT: Final = "traceparent"
 # Answers only: where the time went, milliseconds.
 QUEUE_MS: Final = "X-Meshnet-Queue-Ms"
 COMPUTE_MS: Final = "X-Meshnet-Compute-Ms"
+# Answers only: whether the output was pushed as asked for, 1 or 0.
+PUSHED: Final = "X-Meshnet-Pushed"
 # The public endpoint: a pinned route.
 ROUTE: Final = "X-Meshnet-Route"
 
@@ -44,6 +61,11 @@ MAX_CONTEXT_BYTES: Final = 16 * 1024**2
 """The longest sampling context; a shard takes what its model can need, which is less."""
 
 _MAX_AXIS: Final = 2**31 - 1
+_MAX_ENDPOINT: Final = 300
+_ENDPOINT: Final = re.compile(
+    r"https?://(?:[\w-]{1,63}(?:\.[\w-]{1,63})*|\[(?P<ipv6>[0-9A-Fa-f:.]+)\])(?::(?P<port>\d{1,5}))?",
+    re.ASCII,
+)
 
 
 def _split_shape(value: object) -> object:
@@ -61,12 +83,22 @@ def _read_json(value: object) -> object:
     return from_json(value.encode(), allow_inf_nan=False) if isinstance(value, str) else value
 
 
+def _check_endpoint(text: str) -> str:
+    match = _ENDPOINT.fullmatch(text)
+    if match is None or int(match["port"] or 0) > 2**16 - 1:
+        raise ValueError("no endpoint")
+    if match["ipv6"] is not None:
+        IPv6Address(match["ipv6"])
+    return text
+
+
 Axis = Annotated[int, BeforeValidator(_read_decimal), Field(ge=1, le=_MAX_AXIS)]
 Count = Annotated[int, BeforeValidator(_read_decimal), Field(ge=0, le=_MAX_AXIS)]
 Shape = Annotated[
     tuple[Axis, ...], BeforeValidator(_split_shape), Field(min_length=2, max_length=3)
 ]
 Token = Annotated[str, Field(pattern=TOKEN_PATTERN)]
+Endpoint = Annotated[str, Field(max_length=_MAX_ENDPOINT), AfterValidator(_check_endpoint)]
 
 _SHAPE: Final[TypeAdapter[tuple[int, ...]]] = TypeAdapter(Shape)
 _EPOCH: Final[TypeAdapter[int]] = TypeAdapter(Count)
@@ -89,6 +121,10 @@ class StepHeaders(BaseModel):
     boot: Annotated[Token | None, Field(alias=BOOT)] = None
     sampling: Annotated[Sampling | None, BeforeValidator(_read_json), Field(alias=SAMPLING)] = None
     context_bytes: Annotated[Count, Field(alias=CONTEXT_BYTES, le=MAX_CONTEXT_BYTES)] = 0
+    input_id: Annotated[Token | None, Field(alias=INPUT_ID)] = None
+    push_id: Annotated[Token | None, Field(alias=PUSH_ID)] = None
+    push_to: Annotated[Endpoint | None, Field(alias=PUSH_TO)] = None
+    push_boot: Annotated[Token | None, Field(alias=PUSH_BOOT)] = None
     request_id: Annotated[Token | None, Field(alias=REQUEST_ID)] = None
     traceparent: Annotated[str | None, Field(alias=TRACEPARENT, max_length=256)] = None
 
@@ -110,6 +146,10 @@ _ALLOWED: Final = {
     BOOT: "1-128 characters of [A-Za-z0-9._-]",
     SAMPLING: 'JSON such as {"temperature": 0.7, "top_p": 0.9, "top_k": 0, "seed": 1}',
     CONTEXT_BYTES: f"0 to {MAX_CONTEXT_BYTES}",
+    INPUT_ID: "1-128 characters of [A-Za-z0-9._-]",
+    PUSH_ID: "1-128 characters of [A-Za-z0-9._-]",
+    PUSH_TO: f"http://HOST:PORT or https://HOST:PORT, {_MAX_ENDPOINT} characters at most",
+    PUSH_BOOT: "1-128 characters of [A-Za-z0-9._-]",
     REQUEST_ID: "1-128 characters of [A-Za-z0-9._-]",
     TRACEPARENT: "at most 256 characters",
 }
@@ -172,6 +212,27 @@ def _check_together(step: StepHeaders) -> None:
             value=0,
             allowed="1 or more; the first step of a session is a prefill",
         )
+    _check_direct_return(step)
+
+
+def _check_direct_return(step: StepHeaders) -> None:
+    push = {PUSH_ID: step.push_id, PUSH_TO: step.push_to, PUSH_BOOT: step.push_boot}
+    missing = [name for name, value in push.items() if value is None]
+    if 0 < len(missing) < len(push):
+        raise InvalidRequest(
+            f"{missing[0]} is missing: {', '.join(push)} go together",
+            field=missing[0],
+            value=None,
+            allowed=_ALLOWED[missing[0]],
+        )
+    named = INPUT_ID if step.input_id else None if missing else PUSH_ID
+    if named is not None and step.cache == "stateless":
+        raise InvalidRequest(
+            f"{named} is there, but a stateless step has no part in direct return",
+            field=named,
+            value=step.input_id or step.push_id,
+            allowed=None,
+        )
 
 
 def render(step: StepHeaders) -> dict[str, str]:
@@ -186,6 +247,10 @@ def render(step: StepHeaders) -> dict[str, str]:
         BOOT: step.boot,
         SAMPLING: sampling,
         CONTEXT_BYTES: str(step.context_bytes) if step.context_bytes else None,
+        INPUT_ID: step.input_id,
+        PUSH_ID: step.push_id,
+        PUSH_TO: step.push_to,
+        PUSH_BOOT: step.push_boot,
         REQUEST_ID: step.request_id,
         TRACEPARENT: step.traceparent,
     }

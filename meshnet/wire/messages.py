@@ -80,6 +80,8 @@ class ShardInfo(BaseModel):
     weights: str | None = None
     layer_digests: tuple[str, ...] = ()
     kv_cache: bool = True
+    push: bool = False
+    """Whether it takes part in direct return."""
     state_base_bytes: NonNegativeInt = 0
     """A session of n tokens takes at most this plus n times `state_token_bytes` of the cache."""
     state_token_bytes: NonNegativeInt = 0
@@ -111,6 +113,7 @@ class ShardInfo(BaseModel):
             weights=self.weights,
             layer_digests=self.layer_digests,
             kv_cache=self.kv_cache,
+            push=self.push,
             max_step_tokens=self.limits.max_step_tokens,
             state_base_bytes=self.state_base_bytes,
             state_token_bytes=self.state_token_bytes,

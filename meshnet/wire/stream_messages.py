@@ -29,16 +29,19 @@ _PREFIX: Final = Struct("<QII")
 _HEADERS: Final = TypeAdapter(dict[str, str])
 
 MAX_MESSAGE_BYTES: Final = _PREFIX.size + MAX_HEADERS_BYTES + MAX_BODY_BYTES
+UNANSWERED: Final = 0
+"""The number of a message that is no step and has no answer: a pushed tensor."""
 MAX_IN_FLIGHT: Final = 128
 """Steps of one stream that a shard has at once; further ones it does not read yet."""
 
 
 @dataclass(frozen=True, slots=True)
 class StreamMessage:
-    """A step or an answer.
+    """A step, an answer, or a pushed tensor.
 
     Attributes:
-        number: Of the step, chosen by who sends it; an answer has its step's.
+        number: Of the step, chosen by who sends it; an answer has its step's. `UNANSWERED` for a
+            pushed tensor.
         headers: As those of a POST or its answer.
         body: Likewise.
         status: As that of the answer to a POST; 0 in a step.

@@ -11,6 +11,7 @@ from time import monotonic
 from typing import Final
 
 from meshnet.head.background import Background
+from meshnet.head.direct_return import FAR_S, DirectReturn, HopReturn
 from meshnet.head.hop_client import HopTimeouts, open_hop
 from meshnet.head.hop_times import HopTimesBook, StepLimits
 from meshnet.head.pipeline import PipelineKit
@@ -109,6 +110,12 @@ async def open_head(
         yield Head(settings, metrics, models)
 
 
+def _direct_return(way: HopReturn) -> DirectReturn | None:
+    if way == "star":
+        return None
+    return DirectReturn(monotonic, FAR_S if way == "auto" else 0.0)
+
+
 def _kit(settings: HeadSettings, metrics: HeadMetrics, background: Background) -> PipelineKit:
     limits = RecoveryLimits(settings.max_rebuilds_per_token, settings.recovery_timeout_s)
     return PipelineKit(
@@ -128,4 +135,5 @@ def _kit(settings: HeadSettings, metrics: HeadMetrics, background: Background) -
         replay=settings.replay,
         background=background,
         prefill_chunk_tokens=settings.prefill_chunk_tokens,
+        direct=_direct_return(settings.hop_return),
     )

@@ -20,6 +20,7 @@ from pydantic import (
 from pydantic_core import PydanticKnownError
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
+from meshnet.head.direct_return import HopReturn
 from meshnet.head.replay import ReplayMode
 from meshnet.observability import LogFormat
 
@@ -161,6 +162,9 @@ class HeadSettings(BaseSettings):
     hop_transport: Literal["auto", "post", "stream"] = "auto"
     """How steps go to the hops: each as a POST, or over a stream that is kept open; auto is over a
     stream while there is one."""
+    hop_return: HopReturn = "auto"
+    """Which way hidden states go: by the head (`star`), or from hop to hop (`direct`) wherever all
+    hops of a route can; `auto` does so where they are a millisecond away or more."""
     connect_timeout_s: Seconds = 5.0
     probe_timeout_s: Seconds = 3.0
     """The longest a hop may take for what computes nothing."""

@@ -6,6 +6,8 @@ import json
 from dataclasses import dataclass
 
 from meshnet.errors import InvalidRequest, MeshError
+from meshnet.ids import SessionId
+from meshnet.shard.mailbox import Mailbox
 from meshnet.shard.worker import ShardWorker
 from meshnet.wire import headers, problems
 from meshnet.wire.frames import Frame
@@ -23,9 +25,14 @@ class Answer:
 
 
 async def run_step(
-    worker: ShardWorker, metrics: ShardMetrics, step: StepHeaders, body: bytes
+    worker: ShardWorker, mailbox: Mailbox, metrics: ShardMetrics, step: StepHeaders, body: bytes
 ) -> Answer:
-    """Run one checked step, and count it. Raises as `ShardWorker.step`."""
+    """Run one checked step, and count it. Raises as `ShardWorker.step`.
+
+    A step of its session that still waits for its input is given up.
+    """
+    if step.session is not None:
+        mailbox.dismiss(SessionId(step.session))
     done = await worker.step(step, body)
     metrics.count_step(step.cache, done)
     named = {

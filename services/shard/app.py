@@ -22,6 +22,8 @@ from meshnet.model.interface import CacheState, StageModel
 from meshnet.observability import configure_logging
 from meshnet.shard.compute import ComputeThread
 from meshnet.shard.host import ShardHost, StageLoader
+from meshnet.shard.mailbox import Mailbox, MailboxLimits
+from meshnet.shard.neighbours import Neighbours
 from meshnet.shard.step_log import DecodeLog
 from meshnet.topology import LayerSpan
 from meshnet.wire import stream_messages
@@ -43,6 +45,8 @@ class LifespanState(TypedDict):
     """What the lifespan hands to the routes, as `request.state`."""
 
     host: ShardHost
+    mailbox: Mailbox
+    neighbours: Neighbours
     metrics: ShardMetrics
     settings: ShardSettings
 
@@ -58,7 +62,7 @@ def create_app(
     Args:
         settings: None reads the environment (`MESHNET_SHARD_*`).
         stage: A ready stage instead of the settings' model, for tests.
-        clock: Monotonic seconds, for the cache's TTL and the decode log.
+        clock: Monotonic seconds, for the cache's TTL, the mailbox and the decode log.
 
     Raises:
         ValidationError: A setting is missing or malformed.
@@ -81,6 +85,7 @@ def create_app(
                 limits=_limits(config),
                 boot_id=BootId(new_id()),
                 kv_cache=config.kv_cache,
+                push=config.push,
             )
             if stage:
                 await host.load()
@@ -88,7 +93,13 @@ def create_app(
                 await stack.enter_async_context(_background(host.load()))
             await stack.enter_async_context(_background(_sweep(host, config)))
             app.state.drain = partial(host.drain, config.drain_timeout_s)
-            yield {"host": host, "metrics": ShardMetrics(), "settings": config}
+            yield {
+                "host": host,
+                "mailbox": Mailbox(MailboxLimits(), clock),
+                "neighbours": await stack.enter_async_context(Neighbours(_key_header(config))),
+                "metrics": ShardMetrics(),
+                "settings": config,
+            }
 
     app = FastAPI(
         title="Meshnet shard", lifespan=lifespan, openapi_url=None, redirect_slashes=False
@@ -137,6 +148,13 @@ def _new_store(
         max_bytes=settings.cache_max_bytes,
     )
     return SessionCacheStore(limits, clock=clock)
+
+
+def _key_header(settings: ShardSettings) -> dict[str, str]:
+    """What this shard shows to others: they have the same key."""
+    if settings.cluster_key is None:
+        return {}
+    return {"authorization": f"Bearer {settings.cluster_key.get_secret_value()}"}
 
 
 def _limits(settings: ShardSettings) -> ShardLimits:

@@ -14,7 +14,9 @@ from starlette.requests import HTTPConnection
 from meshnet.errors import InvalidRequest, MeshError, ModelError, Unauthorized
 from meshnet.ids import TOKEN_PATTERN, SessionId, is_token
 from meshnet.shard.host import ShardHost
+from meshnet.shard.mailbox import Mailbox
 from meshnet.wire import headers, problems
+from meshnet.wire.headers import StepHeaders
 from meshnet.wire.messages import ShardInfo
 from services.shard.answers import Answer, refuse, run_step, wrong_length
 from services.shard.metrics import ShardMetrics
@@ -29,6 +31,10 @@ async def _host(request: Request) -> ShardHost:
 
 async def _metrics(request: Request) -> ShardMetrics:
     return cast("ShardMetrics", request.state.metrics)
+
+
+def _mailbox(request: Request) -> Mailbox:
+    return cast("Mailbox", request.state.mailbox)
 
 
 async def check_key(connection: HTTPConnection) -> None:
@@ -62,8 +68,9 @@ async def forward(request: Request) -> Response:
     host, metrics = await _host(request), await _metrics(request)
     worker = host.worker
     step = headers.parse(request.headers)
+    _refuse_direct_return(step)
     body = await _read_body(request, worker.check(step))
-    return as_response(await run_step(worker, metrics, step, body))
+    return as_response(await run_step(worker, _mailbox(request), metrics, step, body))
 
 
 @protocol.delete("/sessions/{session}", status_code=204)
@@ -78,6 +85,7 @@ async def close_session(session: str, request: Request, host: Host) -> None:
         )
     given = request.headers.getlist(headers.EPOCH)
     epoch = headers.parse_epoch(given[-1] if given else None)  # the last one, as of a step's
+    _mailbox(request).dismiss(SessionId(session))
     await host.worker.close(SessionId(session), epoch)
 
 
@@ -108,6 +116,17 @@ async def metrics_text(host: Host, metrics: Metrics) -> Response:
     """Numbers for Prometheus."""
     text = metrics.render(await host.store.usage(), host.store.drops)
     return Response(text, media_type=CONTENT_TYPE_LATEST)
+
+
+def _refuse_direct_return(step: StepHeaders) -> None:
+    """A caller that waits for its answer on a connection of its own is none that others pass by."""
+    if step.input_id or step.push_id:
+        raise InvalidRequest(
+            "direct return is for steps over a stream",
+            field=headers.INPUT_ID if step.input_id else headers.PUSH_ID,
+            value=step.input_id or step.push_id,
+            allowed=None,
+        )
 
 
 async def _read_body(request: Request, expected: int) -> bytes:

@@ -49,6 +49,9 @@ class ShardSettings(BaseSettings):
 
     cluster_key: Annotated[SecretStr, Field(min_length=1)] | None = None
     """If set, every call but the health checks and metrics must carry it as a bearer token."""
+    push: bool = True
+    """Whether hidden states go to the next shard where a head asks for that, with the cluster key,
+    and come from the one before. False takes no part in direct return."""
     log_format: LogFormat = "console"
 
     @field_validator("weights")

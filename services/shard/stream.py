@@ -1,4 +1,7 @@
-"""Steps over a kept-open stream: as `POST /v1/forward`, with messages in place of requests."""
+"""Steps over a kept-open stream: as `POST /v1/forward`, with messages in place of requests.
+
+Also tensors that other shards push, and the steps that wait for these.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +15,12 @@ from starlette.websockets import WebSocket, WebSocketDisconnect, WebSocketState
 
 from meshnet.errors import InvalidRequest, MeshError
 from meshnet.shard.host import ShardHost
-from meshnet.wire import headers, stream_messages
-from meshnet.wire.stream_messages import StreamMessage
+from meshnet.shard.mailbox import Mailbox
+from meshnet.shard.neighbours import Neighbours
+from meshnet.wire import headers, pushed_frames, stream_messages
+from meshnet.wire.frames import Frame
+from meshnet.wire.headers import StepHeaders
+from meshnet.wire.stream_messages import UNANSWERED, StreamMessage
 from services.shard.answers import Answer, refuse, run_step, wrong_length
 from services.shard.metrics import ShardMetrics
 from services.shard.routes import as_response, check_key
@@ -35,24 +42,27 @@ async def stream(websocket: WebSocket) -> None:
         await websocket.send_denial_response(as_response(refuse(error, metrics)))
         return
     await websocket.accept(stream_messages.SUBPROTOCOL)
-    await _Stream(websocket, cast("ShardHost", websocket.state.host), metrics).serve()
+    await _Stream(websocket, metrics).serve()
 
 
 class _Stream:
     """One open stream. Every step is a task of its own, and is answered when it has run."""
 
-    def __init__(self, websocket: WebSocket, host: ShardHost, metrics: ShardMetrics) -> None:
+    def __init__(self, websocket: WebSocket, metrics: ShardMetrics) -> None:
         self._websocket = websocket
-        self._host = host
+        self._host = cast("ShardHost", websocket.state.host)
+        self._mailbox = cast("Mailbox", websocket.state.mailbox)
+        self._neighbours = cast("Neighbours", websocket.state.neighbours)
         self._metrics = metrics
         self._places = asyncio.Semaphore(stream_messages.MAX_IN_FLIGHT)
         self._running: set[asyncio.Task[None]] = set()
+        self._without_input: set[asyncio.Task[None]] = set()
 
     async def serve(self) -> None:
         """Take steps until the stream ends. A step that was begun is ended all the same.
 
-        So its answer is there when the caller asks again. Only a server that cannot wait any longer
-        cancels them.
+        So its answer is there when the caller asks again. One that waits for its input was not
+        begun. Only a server that cannot wait any longer cancels the others.
         """
         try:
             while True:
@@ -60,7 +70,13 @@ class _Stream:
                 asked = await self._receive()
                 if asked is None:
                     break
-                self._start(asked)
+                if asked.number == UNANSWERED:
+                    self._places.release()
+                    self._put(asked)
+                else:
+                    self._start(asked)
+            for task in self._without_input:
+                task.cancel()
             while self._running:
                 await asyncio.wait(self._running)
         finally:
@@ -79,6 +95,16 @@ class _Stream:
             with suppress(WebSocketDisconnect):
                 await self._websocket.close(_PROTOCOL_ERROR, error.message)
             return None
+
+    def _put(self, pushed: StreamMessage) -> None:
+        """Take a tensor that another shard pushes; of one that is wrong nobody is told."""
+        if not self._host.push:
+            return
+        try:
+            self._mailbox.put(*pushed_frames.from_message(pushed))
+        except InvalidRequest as error:
+            self._metrics.count_refusal(error)
+            _log.warning("a pushed tensor is refused", reason=error.message)
 
     def _start(self, asked: StreamMessage) -> None:
         task = asyncio.create_task(self._answer(asked))
@@ -108,7 +134,27 @@ class _Stream:
         expected = worker.check(step)
         if len(asked.body) != expected:
             raise wrong_length(str(len(asked.body)), expected)
-        return await run_step(worker, self._metrics, step, asked.body)
+        body = asked.body if step.input_id is None else await self._input_of(step) + asked.body
+        answer = await run_step(worker, self._mailbox, self._metrics, step, body)
+        if step.push_id is not None:
+            answer.headers[headers.PUSHED] = "1" if await self._push(step, answer) else "0"
+        return answer
+
+    async def _input_of(self, step: StepHeaders) -> bytes:
+        """The tensor that another shard pushes for a step."""
+        task = cast("asyncio.Task[None]", asyncio.current_task())
+        self._without_input.add(task)
+        try:
+            return (await self._mailbox.take(step)).data
+        finally:
+            self._without_input.discard(task)
+
+    async def _push(self, step: StepHeaders, answer: Answer) -> bool:
+        """Give what a step put out to the shard that goes on with it."""
+        dtype = headers.parse_dtype(answer.headers[headers.DTYPE])
+        shape = headers.parse_shape(answer.headers[headers.SHAPE])
+        message = pushed_frames.as_message(str(step.push_id), Frame(dtype, shape, answer.body))
+        return await self._neighbours.push(str(step.push_to), str(step.push_boot), message)
 
     async def _send(self, number: int, answer: Answer) -> None:
         """Answer a step; where the caller has left, nobody."""
@@ -130,6 +176,14 @@ def _check_opening(websocket: WebSocket) -> None:
             field="Origin",
             value=websocket.headers["origin"][:200],
             allowed=None,
+        )
+    boot_id = cast("ShardHost", websocket.state.host).boot_id
+    if websocket.headers.get(headers.BOOT, boot_id) != boot_id:
+        raise InvalidRequest(
+            f"this shard is {boot_id}",
+            field=headers.BOOT,
+            value=websocket.headers[headers.BOOT][:200],
+            allowed=boot_id,
         )
     if stream_messages.SUBPROTOCOL not in websocket.scope["subprotocols"]:
         raise InvalidRequest(

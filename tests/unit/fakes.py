@@ -74,6 +74,7 @@ def shard_info(
         weights=facts.weights,
         layer_digests=facts.layer_digests,
         kv_cache=facts.kv_cache,
+        push=facts.push,
         state_base_bytes=facts.state_base_bytes,
         state_token_bytes=facts.state_token_bytes,
         limits=ShardLimits(

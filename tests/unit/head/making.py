@@ -338,6 +338,8 @@ class Mesh:
 @asynccontextmanager
 async def open_mesh(
     spans: Mapping[str, str],
+    kind: type[LiveShard] = LiveShard,
+    /,
     *,
     replay: ReplayMode = "exact",
     max_bytes: int = 10**6,
@@ -348,7 +350,7 @@ async def open_mesh(
     """Shards of a model of four layers, by endpoint and span, that were all asked once."""
     clock = FakeClock()
     shards = {
-        endpoint: LiveShard(endpoint, replace(fake_facts(LayerSpan.parse(span)), **changed), clock)
+        endpoint: kind(endpoint, replace(fake_facts(LayerSpan.parse(span)), **changed), clock)
         for endpoint, span in spans.items()
     }
     book = RouteBook(

@@ -19,10 +19,10 @@ from meshnet.errors import (
 )
 from meshnet.generation import Sampling
 from meshnet.head.hop_client import HopAnswer, HopClient, HopTimeouts, HopTransport, open_hop
-from meshnet.head.hop_stream import HopStream, HopStreams, StreamLimits
 from meshnet.ids import SessionId
 from meshnet.model.fake_stage import fake_facts
 from meshnet.topology import LayerSpan
+from meshnet.transport.hop_stream import HopStream, HopStreams, StreamLimits
 from meshnet.wire import headers
 from meshnet.wire.frames import Frame
 from meshnet.wire.headers import StepHeaders
@@ -392,10 +392,10 @@ class Stream(HopStream):
 
     def __init__(self, answer: httpx.Response) -> None:
         self._answer = answer
-        self.asked: list[tuple[Mapping[str, str], bytes, float]] = []
+        self.asked: list[tuple[Mapping[str, str], bytes, float | None]] = []
 
     async def exchange(
-        self, headers: Mapping[str, str], body: bytes, limit_s: float
+        self, headers: Mapping[str, str], body: bytes, limit_s: float | None
     ) -> StreamMessage:
         self.asked.append((headers, body, limit_s))
         named = dict(self._answer.headers)
@@ -409,6 +409,9 @@ class Streams(HopStreams):
         self._only = stream
 
     async def get(self) -> HopStream | None:
+        return self._only
+
+    def now(self) -> HopStream | None:
         return self._only
 
 
@@ -501,6 +504,31 @@ async def test_only_steps_go_over_a_stream() -> None:
     assert stream.asked == []
 
 
+@pytest.mark.parametrize("answer", [token(7), None])
+async def test_the_stream_that_is_open_is_told(answer: httpx.Response | None) -> None:
+    """Or that there is none."""
+    client, stream = streaming(answer, Shard(token(8)))
+
+    assert client.stream is stream
+
+
+async def test_a_client_that_posts_has_no_stream() -> None:
+    """And wants none."""
+    assert hop_client(A, Shard(token(8))).stream is None
+
+
+@pytest.mark.parametrize(("told", "expected"), [("1", True), ("0", False), (None, False)])
+async def test_an_answer_tells_whether_it_was_pushed(told: str | None, *, expected: bool) -> None:
+    """A shard that does not say so has not."""
+    named = {} if told is None else {"X-Meshnet-Pushed": told}
+    client, stream = streaming(hidden(2, **named), Shard(token(8)))
+    assert stream is not None
+    answer = await client.step_on(stream, STEP, BODY, None)
+
+    assert answer.pushed == expected
+    assert [limit_s for *_, limit_s in stream.asked] == [None]
+
+
 # --- open_hop ---
 
 
@@ -524,7 +552,7 @@ async def test_a_transport_is_whether_there_are_streams(
             opened.append(limits)
             super().__init__(endpoint, named, limits)
 
-    monkeypatch.setattr("meshnet.head.hop_stream.HopStreams", Noted)
+    monkeypatch.setattr("meshnet.transport.hop_stream.HopStreams", Noted)
     async with open_hop(A, HopTimeouts(connect_s=7), "k", transport):
         pass
 

@@ -45,7 +45,7 @@ class FakeLoader:
 
 @asynccontextmanager
 async def open_host(
-    loader: FakeLoader | None = None, *, kv_cache: bool = True
+    loader: FakeLoader | None = None, *, kv_cache: bool = True, push: bool = True
 ) -> AsyncGenerator[ShardHost]:
     clock = FakeClock()
     limits = CacheLimits(ttl_s=600, max_sessions=2, max_bytes=10**6)
@@ -59,6 +59,7 @@ async def open_host(
             limits=LIMITS,
             boot_id=BootId("boot-1"),
             kv_cache=kv_cache,
+            push=push,
         )
 
 
@@ -113,6 +114,7 @@ async def test_a_loaded_shard_describes_itself(kv_cache: bool) -> None:
     assert info.facts() == replace(
         FACTS,
         kv_cache=kv_cache,
+        push=kv_cache,
         max_step_tokens=16,
         max_sessions=2,
         cache_bytes=10**6,
@@ -261,3 +263,16 @@ async def test_a_draining_shard_begins_no_session() -> None:
         step = step_of()
         with pytest.raises(Draining):
             await host.worker.step(step, body_of(step, [5, 6, 7]))
+
+
+@pytest.mark.parametrize(
+    ("kv_cache", "push", "told"), [(True, True, True), (True, False, False), (False, True, False)]
+)
+async def test_it_tells_whether_it_takes_part_in_direct_return(
+    *, kv_cache: bool, push: bool, told: bool
+) -> None:
+    """Where it may, and keeps the sessions that this is for; its worker holds to it."""
+    async with open_host(kv_cache=kv_cache, push=push) as host:
+        await host.load()
+
+        assert ((await host.info()).push, host.worker.push) == (told, told)

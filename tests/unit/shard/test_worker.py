@@ -870,3 +870,49 @@ async def test_a_closed_session_is_forgotten_by_the_log(monkeypatch: pytest.Monk
             await bench.worker.close(SessionId("s"))
 
     assert [line["steps"] for line in log.lines if line["event"] == "decode"] == [1, 1]
+
+
+# --- direct return ---
+
+PUSH = {"push_id": "p", "push_to": "http://b", "push_boot": "b-1"}
+
+
+async def test_a_step_whose_input_is_pushed_has_no_tensor() -> None:
+    """Its body is the context alone; its shape is checked as any."""
+    async with open_bench("2-4") as bench:
+        step = bench.headers("decode", 3, 1, input_id="i", context_bytes=7)
+        assert bench.worker.check(step) == 7
+        with pytest.raises(InvalidRequest) as caught:
+            bench.worker.check(step.model_copy(update={"shape": (1, 1, 5)}))
+
+    assert caught.value.members["field"] == "X-Meshnet-Shape"
+
+
+async def test_the_tail_has_nobody_to_push_to() -> None:
+    """What it puts out is the answer."""
+    async with open_bench("2-4") as bench:
+        with pytest.raises(InvalidRequest, match="tail") as caught:
+            bench.worker.check(bench.headers("decode", 3, 1, **PUSH))
+
+    assert caught.value.members == {
+        "field": "X-Meshnet-Push-To",
+        "value": "http://b",
+        "allowed": None,
+    }
+
+
+@pytest.mark.parametrize(
+    ("direct", "field", "value"),
+    [({"input_id": "i"}, "X-Meshnet-Input-Id", "i"), (PUSH, "X-Meshnet-Push-Id", "p")],
+)
+async def test_a_shard_without_direct_return_refuses_it(
+    direct: dict[str, object], field: str, value: str
+) -> None:
+    """By the header's name; everything else it takes."""
+    async with open_bench("1-3") as bench:
+        worker = replace(bench.worker, push=False)
+        worker.check(bench.headers("decode", 3, 1))
+        with pytest.raises(InvalidRequest) as caught:
+            worker.check(bench.headers("decode", 3, 1, **direct))
+
+    assert caught.value.members == {"field": field, "value": value, "allowed": None}

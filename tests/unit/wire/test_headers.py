@@ -47,6 +47,7 @@ def steps(draw: st.DrawFn) -> StepHeaders:
     least_past, most_past = {"prefill": (0, MAX), "decode": (1, MAX), "stateless": (0, 0)}[mode]
     dtype: Dtype = draw(st.sampled_from(sorted(ITEMSIZE)))
     sampling = draw(st.none() | samplings)
+    push_id = draw(st.none() | tokens) if mode != "stateless" else None
     return StepHeaders(
         session=draw(tokens if mode != "stateless" else st.none() | tokens),
         cache=mode,
@@ -60,6 +61,10 @@ def steps(draw: st.DrawFn) -> StepHeaders:
         boot=draw(st.none() | tokens),
         sampling=sampling,
         context_bytes=draw(st.integers(0, MAX_CONTEXT_BYTES if sampling else 0)),
+        input_id=draw(st.none() | tokens) if mode != "stateless" else None,
+        push_id=push_id,
+        push_to=push_id and "http://a:1",
+        push_boot=push_id and draw(tokens),
         request_id=draw(st.none() | tokens),
         traceparent=draw(st.none() | st.text("abc-019", max_size=256)),
     )
@@ -337,3 +342,80 @@ def test_what_is_no_epoch_is_refused(text: str) -> None:
         "value": text[:200],
         "allowed": "0 to 2147483647",
     }
+
+
+PUSH = {
+    "X-Meshnet-Push-Id": "p",
+    "X-Meshnet-Push-To": "http://a:1",
+    "X-Meshnet-Push-Boot": "b",
+}
+
+
+@pytest.mark.parametrize(
+    "endpoint",
+    [
+        "http://10.0.0.1:8001",
+        "https://shard-1.example:443",
+        "http://shard_1",
+        "http://localhost:65535",
+        "http://[::1]:8001",
+        "http://[fe80::1]",
+    ],
+)
+def test_an_endpoint_to_push_to_is_read(endpoint: str) -> None:
+    """Scheme, host and port."""
+    assert parse(CACHED | PUSH | {"X-Meshnet-Push-To": endpoint}).push_to == endpoint
+
+
+@pytest.mark.parametrize(
+    "endpoint",
+    [
+        "",
+        "10.0.0.1:8001",
+        "ws://a:1",
+        "file:///etc/passwd",
+        "http://",
+        "http://a:1/",
+        "http://a:1/path",
+        "http://a:1?query",
+        "http://a:1#fragment",
+        "http://user:secret@a:1",
+        "http://user@a",
+        "http://a b",
+        "http://a:",
+        "http://a:65536",
+        "http://a:x",
+        "http://a..b",
+        "http://" + "a" * 64,
+        "http://" + "a." * 150,
+        "http://\u00e4:1",
+        "http://[::1:8001",
+        "http://[::::]:1",
+        "http://[1.2.3.4]",
+        "http://a:1\n",
+    ],
+)
+def test_what_is_no_endpoint_is_refused(endpoint: str) -> None:
+    """Nothing is to be connected to that is no shard's address, and no key goes in a URL."""
+    members = refusal(PUSH | {"X-Meshnet-Push-To": endpoint})
+
+    assert members["field"] == "X-Meshnet-Push-To"
+    assert "http://HOST:PORT" in str(members["allowed"])
+
+
+@pytest.mark.parametrize("name", PUSH)
+def test_a_push_has_an_id_a_place_and_a_life(name: str) -> None:
+    """The first one that is missing is named."""
+    with pytest.raises(InvalidRequest) as caught:
+        parse(CACHED | {each: value for each, value in PUSH.items() if each != name})
+
+    assert caught.value.members["field"] == name
+
+
+@pytest.mark.parametrize(
+    ("direct", "field"),
+    [({"X-Meshnet-Input-Id": "i"}, "X-Meshnet-Input-Id"), (PUSH, "X-Meshnet-Push-Id")],
+)
+def test_a_stateless_step_has_no_part_in_direct_return(direct: dict[str, str], field: str) -> None:
+    """It may be of no session, and nobody could give up its wait."""
+    assert refusal(direct | {"X-Meshnet-Cache": "stateless"})["field"] == field

@@ -9,14 +9,17 @@ from dataclasses import dataclass, field
 from http import HTTPStatus
 
 import pytest
+from websockets.asyncio.client import ClientConnection
 from websockets.asyncio.server import ServerConnection, serve
 from websockets.datastructures import Headers
+from websockets.exceptions import ConnectionClosedError
 from websockets.http11 import Request, Response
 from websockets.typing import Subprotocol
 
 from meshnet.errors import HopTimeout, HopUnreachable, MeshError
-from meshnet.head.hop_stream import HopStream, HopStreams, StreamLimits, open_streams
+from meshnet.transport.hop_stream import HopStream, HopStreams, StreamLimits, open_streams
 from meshnet.wire.stream_messages import (
+    MAX_BODY_BYTES,
     MAX_MESSAGE_BYTES,
     PATH,
     SUBPROTOCOL,
@@ -24,6 +27,7 @@ from meshnet.wire.stream_messages import (
     decode,
     encode,
 )
+from tests.support.streams import eventually
 
 HANDSHAKE = {"authorization": "Bearer k"}
 STEP = {"x-step": "1"}
@@ -258,7 +262,102 @@ async def test_an_answer_that_is_too_long_is_not_read() -> None:
         assert await outcomes(exchange(stream)) == [HopUnreachable]
 
 
+# --- what has no answer ---
+
+
+async def test_what_is_pushed_is_one_message() -> None:
+    """It is sent as it is, and nothing is waited for."""
+    got: asyncio.Queue[StreamMessage] = asyncio.Queue()
+
+    async def shard(connection: ServerConnection) -> None:
+        got.put_nowait(await receive(connection))
+        await connection.wait_closed()
+
+    async with stream_to(shard) as stream:
+        assert await stream.push(StreamMessage(0, STEP, b"in"))
+        async with asyncio.timeout(LONG):
+            assert await got.get() == StreamMessage(0, STEP, b"in")
+
+
+async def test_nothing_is_pushed_to_who_does_not_read() -> None:
+    """It is not waited for, and no more than some messages are kept for it."""
+
+    async def deaf(connection: ServerConnection) -> None:
+        connection.transport.pause_reading()
+        await connection.wait_closed()
+
+    async with stream_to(deaf) as stream, asyncio.timeout(LONG):
+        taken = [await stream.push(StreamMessage(0, STEP, bytes(2**18))) for _ in range(100)]
+
+    assert (taken[0], taken[-1]) == (True, False)
+
+
+async def test_nothing_is_pushed_over_a_stream_that_has_ended() -> None:
+    """Who still has it is told so."""
+    async with stream_to(hang_up) as stream:
+        await outcomes(exchange(stream))
+
+        assert not await stream.push(StreamMessage(0, STEP, b"in"))
+
+
+async def test_nothing_is_pushed_that_is_too_long_for_a_message() -> None:
+    """The other side would end the stream for it."""
+    async with stream_to(echo) as stream:
+        assert not await stream.push(StreamMessage(0, STEP, bytes(MAX_BODY_BYTES + 1)))
+        assert await outcomes(exchange(stream, b"a")) == [b"a"]
+
+
+async def test_a_push_that_meets_the_end_of_a_stream_was_none(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Who reads tells the others."""
+
+    async def break_off(*_: object) -> None:
+        raise ConnectionClosedError(None, None)
+
+    async with stream_to(be_silent) as stream:
+        monkeypatch.setattr(ClientConnection, "send", break_off)
+
+        assert not await stream.push(StreamMessage(0, STEP, b"in"))
+
+
+async def test_a_stream_that_is_given_up_ends_for_all() -> None:
+    """At once, without a word to the other side."""
+    async with stream_to(be_silent) as stream:
+        waiting = [exchange(stream) for _ in range(2)]
+        await asyncio.sleep(0)
+        stream.give_up()
+
+        assert await outcomes(*waiting) == [HopUnreachable] * 2
+
+
 # --- how streams are opened ---
+
+
+async def test_the_round_trip_is_measured_when_a_stream_is_opened() -> None:
+    """By a ping, long before one is due."""
+    async with stream_to(echo) as stream:
+
+        async def is_measured() -> bool:
+            return stream.round_trip_s > 0
+
+        await eventually(is_measured, within_s=LONG)
+
+
+async def test_a_step_may_wait_without_a_limit() -> None:
+    """Until the stream ends."""
+    async with stream_to(be_silent) as stream:
+        asked = asyncio.create_task(stream.exchange(STEP, b"", None))
+        await asyncio.wait({asked}, timeout=0.05)
+        assert not asked.done()
+        stream.give_up()
+
+        assert isinstance(await asyncio.wait_for(_error_of(asked), LONG), HopUnreachable)
+
+
+async def _error_of(task: asyncio.Task[StreamMessage]) -> BaseException | None:
+    await asyncio.wait({task})
+    return task.exception()
 
 
 async def test_a_stream_is_asked_for_under_its_path_with_the_key() -> None:
@@ -403,6 +502,31 @@ async def test_pauses_begin_anew_when_a_stream_has_brought_an_answer() -> None:
             pauses.end()
 
     assert pauses.asked[:4] == [1, 2, 1, 2]
+
+
+@pytest.mark.parametrize(("n_pushed", "second_pause"), [(1, 2), (2, 1)])
+async def test_pauses_begin_anew_when_a_stream_was_open_at_a_second_push(
+    n_pushed: int, second_pause: float
+) -> None:
+    """Nothing answers it: one that ends with the first push has not proven anything."""
+    pauses, n_streams = Pauses(), 0
+
+    async def second_takes(connection: ServerConnection) -> None:
+        nonlocal n_streams
+        n_streams += 1
+        if n_streams == 2:
+            for _ in range(n_pushed):
+                await receive(connection)
+
+    async with served(second_takes) as shard, kept(shard, pauses, LIMITS) as streams:
+        for n in range(1, 3):
+            await streams.get()
+            for _ in range(n_pushed if n == 2 else 0):
+                await (await opened(streams)).push(StreamMessage(0, STEP, b""))
+            await pauses.begin()
+            pauses.end()
+
+    assert pauses.asked[:2] == [1, second_pause]
 
 
 async def test_a_required_stream_is_tried_without_longer_pauses() -> None:

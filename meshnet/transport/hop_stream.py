@@ -1,4 +1,4 @@
-"""A stream to one shard: opened when steps want it, kept open, and opened again after a pause.
+"""A stream to one shard: opened when somebody wants it, kept open, opened again after a pause.
 
 The only place that sees websockets, and its errors.
 """
@@ -15,6 +15,7 @@ from typing import Final
 import structlog
 from websockets.asyncio.client import ClientConnection, connect
 from websockets.exceptions import ConnectionClosed, NegotiationError, WebSocketException
+from websockets.protocol import State
 from websockets.typing import Subprotocol
 
 from meshnet.errors import HopTimeout, HopUnreachable, InvalidRequest
@@ -23,8 +24,6 @@ from meshnet.wire.stream_messages import StreamMessage
 
 _log = structlog.get_logger(__name__)
 
-_PING_S: Final = 20.0
-"""A stream that is silent for so long is asked for a word, and given up after as long again."""
 _CLOSE_S: Final = 1.0
 """How long the other side may take over its leave."""
 
@@ -38,14 +37,17 @@ class StreamLimits:
             may be none for a while.
         connect_s: How long opening one may take.
         first_pause_s: From the end of a stream to the next attempt. Every further pause is twice as
-            long, until a stream has brought an answer.
+            long, until a stream has served.
         longest_pause_s: The longest pause.
+        ping_s: A stream that is silent for so long is asked for a word, and given up after as long
+            again.
     """
 
     is_required: bool = False
     connect_s: float = 5.0
     first_pause_s: float = 0.25
     longest_pause_s: float = 15.0
+    ping_s: float = 20.0
 
 
 class HopStream:
@@ -56,20 +58,26 @@ class HopStream:
         connection: Whoever opened it also closes it.
 
     Attributes:
-        has_answered: Whether it has brought an answer to a step.
+        has_served: Whether it has brought an answer to a step, or was still open at a second push.
     """
 
     def __init__(self, endpoint: str, connection: ClientConnection) -> None:
-        self.has_answered = False
+        self.has_served = False
+        self._has_pushed = False
         self._endpoint = endpoint
         self._connection = connection
         self._numbers = count(1)
         self._waiting: dict[int, asyncio.Future[StreamMessage | None]] = {}
 
+    @property
+    def round_trip_s(self) -> float:
+        """What the last ping took; 0 before the first one is answered."""
+        return self._connection.latency
+
     async def exchange(
-        self, headers: Mapping[str, str], body: bytes, limit_s: float
+        self, headers: Mapping[str, str], body: bytes, limit_s: float | None
     ) -> StreamMessage:
-        """Send a step, and wait for its answer.
+        """Send a step, and wait for its answer; without a limit until the stream ends.
 
         Where none comes in time the whole stream is given up: it may be open on this side only.
 
@@ -86,7 +94,7 @@ class HopStream:
                 await self._connection.send(message)
                 answer = await answered
         except TimeoutError as error:
-            self._connection.transport.abort()
+            self.give_up()
             raise HopTimeout(
                 f"{self._endpoint} did not answer in time", endpoint=self._endpoint
             ) from error
@@ -97,6 +105,38 @@ class HopStream:
         if answer is None:
             raise _unreachable(self._endpoint, "the stream broke")
         return answer
+
+    async def push(self, message: StreamMessage) -> bool:
+        """Send what has no answer, at once or not at all.
+
+        Returns:
+            Whether it was sent. It is not where it is too long, the stream has ended, or the other
+            side is slow to read: nobody is to wait for it.
+        """
+        if len(message.body) > stream_messages.MAX_BODY_BYTES or not self._takes_at_once():
+            return False
+        try:
+            await self._connection.send(stream_messages.encode(message))
+        except ConnectionClosed:
+            return False
+        self.has_served = self._has_pushed
+        self._has_pushed = True
+        return True
+
+    def _takes_at_once(self) -> bool:
+        """Whether to send a message is no wait; see `write_limit`."""
+        n_unsent = self._connection.transport.get_write_buffer_size()
+        is_open = self._connection.state is State.OPEN  # else it would wait for the end
+        return is_open and n_unsent <= stream_messages.MAX_MESSAGE_BYTES
+
+    def give_up(self) -> None:
+        """End the stream at once, for all that wait for something on it."""
+        self._connection.transport.abort()
+
+    async def ping(self) -> None:
+        """Have the round trip measured, now and not only after a silence; waits for nothing."""
+        with suppress(ConnectionClosed):  # as who reads will find
+            await self._connection.ping()
 
     async def read(self) -> None:
         """Hand out answers until the stream ends, and tell those who still wait for one."""
@@ -111,7 +151,7 @@ class HopStream:
 
     def _hand_out(self, answer: StreamMessage) -> None:
         if answer.number in self._waiting:
-            self.has_answered = True
+            self.has_served = True
             _settle(self._waiting[answer.number], answer)
 
 
@@ -140,18 +180,22 @@ class HopStreams:
         self._wanted = asyncio.Event()
         self._tried = asyncio.Event()
 
+    def now(self) -> HopStream | None:
+        """The stream that is open now; where there is none, one is wanted from now on."""
+        if self._stream is None:
+            self._wanted.set()
+        return self._stream
+
     async def get(self) -> HopStream | None:
         """The stream that is open now, or None if there is none and none is required.
 
         Raises:
             HopUnreachable: One is required, and could not be opened.
         """
-        if self._stream is None:
-            self._wanted.set()
-            if self._limits.is_required:
-                await self._tried.wait()
-                if self._stream is None:
-                    raise _unreachable(self._endpoint, "there is no stream")
+        if self.now() is None and self._limits.is_required:
+            await self._tried.wait()
+            if self._stream is None:
+                raise _unreachable(self._endpoint, "there is no stream")
         return self._stream
 
     async def keep(self) -> None:
@@ -167,7 +211,7 @@ class HopStreams:
             pause_s = min(2 * pause_s, limits.longest_pause_s)
 
     async def _serve_one(self) -> bool:
-        """Open a stream and read it to its end. Returns whether it brought any answer."""
+        """Open a stream and read it to its end. Returns whether it was of any use."""
         try:
             connection = await self._open()
         except (OSError, WebSocketException) as error:
@@ -177,8 +221,9 @@ class HopStreams:
         stream = self._stream = HopStream(self._endpoint, connection)
         self._tell()
         try:
+            await stream.ping()
             await stream.read()
-            return stream.has_answered
+            return stream.has_served
         finally:
             self._stream = None
             await connection.close()
@@ -196,10 +241,11 @@ class HopStreams:
             proxy=None,  # one meant for the internet must not carry the mesh's traffic
             compression=None,  # hidden states do not get shorter by it
             open_timeout=self._limits.connect_s,
-            ping_interval=_PING_S,
-            ping_timeout=_PING_S,
+            ping_interval=self._limits.ping_s,
+            ping_timeout=self._limits.ping_s,
             close_timeout=_CLOSE_S,
             max_size=stream_messages.MAX_MESSAGE_BYTES,
+            write_limit=2 * stream_messages.MAX_MESSAGE_BYTES,  # two are sent without a wait
         )
         if connection.subprotocol != stream_messages.SUBPROTOCOL:
             await connection.close()
