@@ -16,6 +16,7 @@ from meshnet.head.generator import Detokenizer, Generator, TextModel
 from meshnet.head.hop_client import HopAnswer, HopClient, HopTimeouts, open_hop
 from meshnet.head.hop_times import HopTimesBook
 from meshnet.head.pipeline import Pipeline, PipelineKit
+from meshnet.head.prefixes import PrefixIndex
 from meshnet.head.recovery import Recovery, RecoveryLimits
 from meshnet.head.replay import ReplayBudget, ReplayMode
 from meshnet.head.route_book import RouteBook
@@ -53,7 +54,8 @@ class LibraryHead:
         return self.book.route()
 
     def pipeline(self, route: Route) -> Pipeline:
-        """A new session."""
+        """A new session, which computes all of its prompt."""
+        budget = ReplayBudget(self.replay_max_bytes)
         kit = PipelineKit(
             times=self.times,
             recovery=Recovery(
@@ -63,8 +65,9 @@ class LibraryHead:
                 clock=monotonic,
                 jitter=random.Random(0).random,  # noqa: S311  # jitter
             ),
-            budget=ReplayBudget(self.replay_max_bytes),
+            budget=budget,
             replay=self.replay,
+            prefixes=PrefixIndex(budget, exact=True, reuse=False),
             background=self.background,
             prefill_chunk_tokens=self.prefill_chunk_tokens,
         )
@@ -117,8 +120,8 @@ class WatchedHop(HopClient):
             step, body, limit_s=limit_s, max_answer_bytes=max_answer_bytes
         )
 
-    async def close_session(self, session: SessionId, epoch: int) -> None:
-        await self._inner.close_session(session, epoch)
+    async def close_session(self, session: SessionId, epoch: int, *, keep: bool = False) -> None:
+        await self._inner.close_session(session, epoch, keep=keep)
 
     async def describe(self) -> ShardInfo:
         return await self._inner.describe()

@@ -235,6 +235,7 @@ class TokenEvent:
         score: The token's, where `sampling.top_logprobs` is set.
         prompt_scores: In the first event, if asked for: of each token of the prompt but the first.
         n_tokens: 0 where nothing was to be generated; then there is this one event.
+        n_cached: In the first event: tokens of the prompt that were not computed for it.
     """
 
     text: str
@@ -243,3 +244,4 @@ class TokenEvent:
     score: TokenScore | None = None
     prompt_scores: Sequence[TokenScore] = ()
     n_tokens: int = 1
+    n_cached: int = 0

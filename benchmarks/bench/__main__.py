@@ -16,7 +16,7 @@ from pathlib import Path
 from time import monotonic
 from typing import Final
 
-from benchmarks.bench import decode, fidelity, first_token, interruption, llama, streams
+from benchmarks.bench import decode, fidelity, first_token, interruption, llama, prefix, streams
 from benchmarks.bench.results import RESULTS_FILE, Result, load, merged, save
 from benchmarks.bench.tables import render
 from benchmarks.bench.workload import Workload
@@ -25,6 +25,7 @@ PARTS: Final[dict[str, Callable[[Workload], Awaitable[list[Result]]]]] = {
     "decode": decode.measure,
     "streams": streams.measure,
     "first-token": first_token.measure,
+    "prefix": prefix.measure,
     "interruption": interruption.measure,
     "llama": llama.measure,
     "fidelity": fidelity.measure,

@@ -27,6 +27,7 @@ from services.cli.cluster import ClusterError, LocalCluster
 DTYPES: Final = {"fp32": "float32", "bf16": "bfloat16", "int8": "float32", "int4": "float32"}
 """The formats of weights, and what hidden states and caches are beside them."""
 WEIGHTS_VARIABLE: Final = "MESHNET_SHARD_WEIGHTS"
+REUSE_VARIABLE: Final = "MESHNET_HEAD_PREFIX_REUSE"
 _ANSWER_LIMIT_S: Final = 600.0
 _LINE_LIMIT_BYTES: Final = 1024**2
 
@@ -114,7 +115,7 @@ async def open_endpoint(url: str, model: str, **extra: object) -> AsyncGenerator
 async def nodes(
     work: Workload, n_shards: int, weights: str, env: Mapping[str, str] | None = None
 ) -> AsyncGenerator[Endpoint]:
-    """Shards of one thread each and a head, as processes.
+    """Shards of one thread each and a head, as processes. Every prompt is computed.
 
     Args:
         work: Whose model.
@@ -131,7 +132,7 @@ async def nodes(
             even_spans(work.n_layers, n_shards),
             dtype=DTYPES[weights],
             threads=1,
-            env={WEIGHTS_VARIABLE: weights, **(env or {})},
+            env={WEIGHTS_VARIABLE: weights, REUSE_VARIABLE: "false", **(env or {})},
             log_dir=Path(logs),
             restart=False,
         )

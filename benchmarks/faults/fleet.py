@@ -168,6 +168,7 @@ class FaultCluster:
             "MESHNET_HEAD_HOP_RETURN": self._hop_return,
             "MESHNET_HEAD_DRAIN_TIMEOUT_S": "1",
             "MESHNET_HEAD_ROUTE_POLL_S": "0.3",
+            "MESHNET_HEAD_PREFIX_REUSE": "false",  # every request is to have a whole prefill
         }
         self._head = Member("head", command, free_port(), env, self._log_dir / "head.log")
         self._head_key = key

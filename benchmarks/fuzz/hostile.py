@@ -112,6 +112,7 @@ _TOKENS: Final = (
     headers.STEP,
     headers.REQUEST_ID,
     headers.BOOT,
+    headers.FORK_OF,
 )
 _NUMBERS: Final = (headers.PAST_LEN, headers.START_LAYER, headers.EPOCH)
 _MODES: Final = (b"prefill", b"decode", b"stateless")
@@ -161,6 +162,7 @@ def is_legal(name: str, value: bytes) -> bool:
         headers.SHAPE: lambda: _may_be_shape(text),
         headers.SAMPLING: lambda: _may_be_sampling(text),
         headers.TRACEPARENT: lambda: len(text) <= 256,
+        headers.KEEP: lambda: text in {b"0", b"1"},
         headers.CONTEXT_BYTES: lambda: _is_number(text) and int(text) <= headers.MAX_CONTEXT_BYTES,
     }
     return judges[name]()

@@ -101,8 +101,8 @@ def other_life(bench: Bench, rng: Random) -> Case:
 
 
 def spoilt_closing(bench: Bench, rng: Random) -> Case:
-    """A closing whose epoch is none."""
+    """A closing whose epoch is none, or that says neither whether to keep nor not to."""
     request = bench.maker.closing(rng.choice(bench.victims).session)
-    epoch = hostile.illegal_value(rng, headers.EPOCH)
-    request = request.having(headers.EPOCH, epoch)
+    name = rng.choice((headers.EPOCH, headers.KEEP))
+    request = request.having(name, hostile.illegal_value(rng, name))
     return Case("spoilt closing", request.encode(), method="DELETE")

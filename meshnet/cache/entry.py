@@ -6,14 +6,14 @@ All of it is synchronous and knows nothing of limits or of other sessions.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, Protocol, Self, TypeVar
 
 from meshnet.cache.policy import CacheKey, EntryView
 from meshnet.errors import MissReason
 from meshnet.ids import StepId
 
 
-class HasNbytes(Protocol):
+class Forkable(Protocol):
     """What the store needs of a state."""
 
     @property
@@ -21,8 +21,15 @@ class HasNbytes(Protocol):
         """Bytes of memory the state holds now."""
         ...
 
+    def fork(self, n_tokens: int) -> Self | None:
+        """A state of the first `n_tokens` tokens; None where it cannot be had.
 
-StateT = TypeVar("StateT", bound=HasNbytes)
+        A step may be extending this one meanwhile, in another thread.
+        """
+        ...
+
+
+StateT = TypeVar("StateT", bound=Forkable)
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +110,8 @@ class Lease(Generic[StateT]):
 class Entry(Generic[StateT]):
     """One session's state; `nbytes` is measured at each commit, `reserved` is what a step may add.
 
-    A doomed entry was released during a step and goes with the end of its lease.
+    A doomed entry was released during a step and goes with the end of its lease. A kept one was
+    closed, and is there to be forked: no step continues it.
     """
 
     key: CacheKey
@@ -115,12 +123,14 @@ class Entry(Generic[StateT]):
     reserved: int = 0
     leased: bool = False
     doomed: bool = False
+    kept: bool = False
     last_step: StepRef | None = None
     last_commit: Commit | None = None
 
     def view(self) -> EntryView:
         """The entry as the policy sees it."""
-        return EntryView(self.key, self.nbytes + self.reserved, self.last_used, self.leased)
+        nbytes = self.nbytes + self.reserved
+        return EntryView(self.key, nbytes, self.last_used, self.leased, self.kept)
 
     def answer_to(self, key: CacheKey, step: StepRef) -> object | None:
         """The stored answer, where `step` is the one that was committed last."""
@@ -134,11 +144,19 @@ class Entry(Generic[StateT]):
         self.leased = True
         self.reserved = reserved
 
-    def close(self, epoch: int) -> None:
-        """Refuse steps up to this epoch from now on, if one is given; doomed while leased."""
+    def close(self, epoch: int, *, keep: bool = False) -> None:
+        """Refuse steps up to this epoch from now on, if one is given; doomed while leased.
+
+        Args:
+            epoch: The last one that is refused; 0 is none.
+            keep: Keep the state, also that of a step that is running, for forks.
+        """
         if epoch:
             self.epoch = max(epoch + 1, self.epoch)
-        self.doomed = self.leased
+        self.kept = keep
+        self.doomed = self.leased and not keep
+        if keep and not self.leased:
+            self._forget_answer()
 
     def land(self, step: StepRef, commit: Commit, now: float) -> None:
         """Take the state back from a step that was whole."""
@@ -149,15 +167,23 @@ class Entry(Generic[StateT]):
         self.last_used = now
         self.last_step = step
         self.last_commit = commit
+        if self.kept:
+            self._forget_answer()
 
     def is_settled(self) -> bool:
         """Whether an idle entry is as its last commit left it."""
+        answer_nbytes = self.last_commit.answer_nbytes if self.last_commit else 0
         return (
-            self.last_commit is not None
-            and self.nbytes == self.state.nbytes + self.last_commit.answer_nbytes
+            self.kept == (self.last_commit is None)
+            and self.nbytes == self.state.nbytes + answer_nbytes
             and self.reserved == 0
             and not self.doomed
         )
+
+    def _forget_answer(self) -> None:
+        """Nobody repeats a step of a session that is closed."""
+        self.last_step = self.last_commit = None
+        self.nbytes = self.state.nbytes
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,7 @@
-"""Who must go: the expired, then the least recently used, never the leased. Pure functions.
+"""Who must go: the expired, then what is kept, then the least recently used, never the leased.
 
-Knows neither states nor tokens, and keeps no time: it is told what is held and what time it is.
+Pure functions, which know neither states nor tokens, and keep no time: they are told what is held
+and what time it is.
 """
 
 from __future__ import annotations
@@ -44,12 +45,14 @@ class EntryView:
         nbytes: Bytes it takes, reservations included.
         last_used: When its last step ended, seconds of the store's monotonic clock.
         leased: Whether a step is using it now.
+        kept: Whether it was closed, and is there for forks only.
     """
 
     key: CacheKey
     nbytes: int
     last_used: float
     leased: bool
+    kept: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +65,7 @@ class Need:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Who goes, and why; both in the order of last use, oldest first."""
+    """Who goes, and why; in the order of last use, oldest first, but those that are kept first."""
 
     expired: tuple[CacheKey, ...]
     evicted: tuple[CacheKey, ...]
@@ -73,8 +76,8 @@ def plan_room(
 ) -> Plan | None:
     """Choose who goes, so that what stays and the need are within the limits together.
 
-    All expired idle entries go, needed or not; then idle ones, least recently used first, and
-    not one more than the need asks for.
+    All expired idle entries go, needed or not; then kept ones, then other idle ones, of both the
+    least recently used first, and not one more than the need asks for.
 
     Args:
         entries: All that is held, apart from what the need already counts.
@@ -88,15 +91,16 @@ def plan_room(
     idle = sorted((e for e in entries if not e.leased), key=lambda e: e.last_used)
     expired = [e for e in idle if now - e.last_used > limits.ttl_s]
     by_age = idle[len(expired) :]  # the expired are the oldest, so they stand in front
+    in_turn = sorted(by_age, key=lambda e: not e.kept)
 
     sessions_over = len(entries) - len(expired) + need.sessions - limits.max_sessions
     bytes_kept = sum(e.nbytes for e in entries) - sum(e.nbytes for e in expired)
     bytes_over = bytes_kept + need.nbytes - limits.max_bytes
     evicted: list[EntryView] = []
     while sessions_over > 0 or bytes_over > 0:
-        if len(evicted) == len(by_age):
+        if len(evicted) == len(in_turn):
             return None
-        victim = by_age[len(evicted)]
+        victim = in_turn[len(evicted)]
         evicted.append(victim)
         sessions_over -= 1
         bytes_over -= victim.nbytes

@@ -29,22 +29,24 @@ class CacheUsage:
     """What the store holds now.
 
     Attributes:
-        sessions: Sessions held, leased ones included.
+        sessions: Sessions held, leased ones included, kept ones not.
         leases: Sessions a step is using.
         cached_bytes: Bytes of states and stored answers, as of each session's last step.
+        kept: Sessions that were closed, and are kept for forks.
     """
 
     sessions: int
     leases: int
     cached_bytes: int
+    kept: int = 0
 
 
 class SessionCacheStore(Generic[StateT]):
     """Cache states by session, within limits of time, number and bytes.
 
-    A session holds one state at most: only a step at position 0 makes one, and it replaces what
-    there was. Whatever looks into the store drops first what has expired. What is held, and what
-    running steps may add to it, never exceeds the limits.
+    A session holds one state at most: only a step at position 0 makes one, or a fork, and it
+    replaces what there was. Whatever looks into the store drops first what has expired. What is
+    held, and what running steps may add to it, never exceeds the limits.
 
     The lock is held to look and decide, never across a forward, and nothing awaits under it. So
     leaving a lease can do without: it is one synchronous block, which never meets a decision half
@@ -54,12 +56,14 @@ class SessionCacheStore(Generic[StateT]):
         misses: Lookups that failed, by reason, since the store was made.
         drops: States the store gave up by itself, by reason (`expired`, `evicted`,
             `length_mismatch`), since it was made.
+        n_forks: Sessions that began as forks, since it was made.
     """
 
     def __init__(self, limits: CacheLimits, *, clock: Clock) -> None:
         self.limits = limits
         self.misses: Counter[MissReason] = Counter()
         self.drops: Counter[MissReason] = Counter()
+        self.n_forks = 0
         self._clock = clock
         self._lock = asyncio.Lock()
         self._entries: dict[SessionId, Entry[StateT]] = {}
@@ -75,6 +79,7 @@ class SessionCacheStore(Generic[StateT]):
         need_bytes: int,
         new_state: Callable[[], StateT],
         check: Callable[[], None] = lambda: None,
+        fork_of: SessionId | None = None,
     ) -> AsyncGenerator[Lease[StateT], None]:
         """Lend the session's state to one step.
 
@@ -89,22 +94,32 @@ class SessionCacheStore(Generic[StateT]):
                 what the session held before is dropped, under whichever layers. A guarded step
                 does so in a new epoch only: in the old one it is late.
             need_bytes: How much the step is expected to add to the state and the stored answer.
-                Reserved until the lease is left.
+                Reserved until the lease is left. A fork begins with nothing: all of it counts.
             new_state: Makes the empty state of a fresh step. If it raises, nothing is changed.
             check: Called before anything is given up for the step, and not for a replay. If it
                 raises, nothing is changed.
+            fork_of: The step begins the session anew, as a fresh one does, with a fork of the
+                first tokens of this other session: as many as the step builds on. That one may be
+                in a step, or kept.
 
         Raises:
             StaleEpoch: A newer epoch steers the session, or it was closed. Nothing was changed.
             SessionBusy: Another step of the session is running. Nothing was changed.
             CacheMiss: The state this step continues is not here. One of another length than that
-                of an unguarded step was dropped; otherwise nothing was changed.
+                of an unguarded step was dropped; otherwise nothing was changed. So it is where
+                there is nothing to fork, or no room for a fork beside what it is made of.
             CacheFull: There is no room, even without every session that no step is using.
                 Nothing was changed.
         """
         async with self._lock:
             entry, lease = self._enter(
-                key, step, fresh=fresh, need_bytes=need_bytes, new_state=new_state, check=check
+                key,
+                step,
+                fresh=fresh,
+                need_bytes=need_bytes,
+                new_state=new_state,
+                check=check,
+                fork_of=fork_of,
             )
         # Nothing awaits from here to the yield: no cancellation can fall between.
         try:
@@ -113,16 +128,21 @@ class SessionCacheStore(Generic[StateT]):
             if lease.replay is None:
                 self._leave(entry, step, lease.committed)
 
-    async def release(self, session: SessionId, epoch: int = 0) -> int:
+    async def release(self, session: SessionId, epoch: int = 0, *, keep: bool = False) -> int:
         """Free what the session holds; one in a running step goes when the step ends.
+
+        What was kept is freed in any epoch: nobody steers it any more.
 
         Args:
             session: Which one.
             epoch: Steps of the session in this epoch and before, still on their way, are refused
                 from now on. 0 frees whatever is held, in any epoch, and refuses nothing.
+            keep: Keep the state for forks instead. No step continues it; it is the first to be
+                evicted.
 
         Returns:
-            How many states were freed or doomed; 0 when there was none, or it was doomed before.
+            How many states were freed or doomed; 0 when there was none, it was doomed before, or
+            it is kept.
 
         Raises:
             StaleEpoch: A newer epoch steers the session. Nothing was changed.
@@ -136,9 +156,11 @@ class SessionCacheStore(Generic[StateT]):
             if entry.doomed:
                 entry.close(epoch)
                 return 0
-            if epoch:
+            if epoch and not entry.kept:
                 self._check_epoch(session, epoch)
-            entry.close(epoch)
+            entry.close(epoch, keep=keep)
+            if keep:
+                return 0
             if not entry.leased:
                 self._end(entry.key, "unknown")
             return 1
@@ -153,10 +175,12 @@ class SessionCacheStore(Generic[StateT]):
         async with self._lock:
             self._tidy()
             held = self._entries.values()
+            n_kept = sum(entry.kept for entry in held)
             return CacheUsage(
-                sessions=len(held),
+                sessions=len(held) - n_kept,
                 leases=sum(entry.leased for entry in held),
                 cached_bytes=sum(entry.nbytes for entry in held),
+                kept=n_kept,
             )
 
     def check_integrity(self) -> None:
@@ -195,6 +219,7 @@ class SessionCacheStore(Generic[StateT]):
         need_bytes: int,
         new_state: Callable[[], StateT],
         check: Callable[[], None],
+        fork_of: SessionId | None,
     ) -> tuple[Entry[StateT], Lease[StateT]]:
         self._tidy()
         self._check_epoch(key.session, step.epoch)
@@ -207,10 +232,16 @@ class SessionCacheStore(Generic[StateT]):
             answer = entry.answer_to(key, step)
             if answer is not None:
                 return entry, Lease(None, replay=answer)
-        late = entry is not None and step.guarded and step.epoch == entry.epoch
-        if fresh and not late:
+        continued = None if entry is None or entry.kept else entry
+        late = continued is not None and step.guarded and step.epoch == continued.epoch
+        if fork_of is not None and not late:
+            parent = self._find_parent(fork_of, key, step.past_len)
             check()
-            entry = self._create(key, need_bytes, new_state)
+            entry = self._fork(parent, key, step.past_len, need_bytes)
+        elif fresh and not late:
+            check()
+            plan = self._plan_for(key.session, need_bytes)
+            entry = self._create(key, plan, new_state())
         else:
             entry = self._find(key, step)
             check()
@@ -221,7 +252,7 @@ class SessionCacheStore(Generic[StateT]):
     def _check_epoch(self, session: SessionId, epoch: int) -> None:
         entry, ended = self._entries.get(session), self._ended.get(session)
         if entry is not None:
-            lowest, held = entry.epoch, entry.length
+            lowest, held = entry.epoch, 0 if entry.kept else entry.length
         else:
             lowest, held = (0 if ended is None else ended.min_epoch), 0
         if epoch < lowest:
@@ -232,11 +263,37 @@ class SessionCacheStore(Generic[StateT]):
                 held=held,
             )
 
-    def _create(
-        self, key: CacheKey, need_bytes: int, new_state: Callable[[], StateT]
+    def _find_parent(self, session: SessionId, key: CacheKey, n_tokens: int) -> Entry[StateT]:
+        """Whom to fork, so that `key` begins with so many tokens."""
+        parent = self._entries.get(session)
+        reason: MissReason
+        if parent is None:
+            reason = self._why_not_held(session)
+        elif (parent.key.start_layer, parent.key.end_layer) != (key.start_layer, key.end_layer):
+            reason = "route_mismatch"
+        elif parent.length < n_tokens:
+            reason = "length_mismatch"
+        else:
+            return parent
+        raise self._miss(reason, f"no {n_tokens} tokens of session {session} are held: {reason}")
+
+    def _fork(
+        self, parent: Entry[StateT], key: CacheKey, n_tokens: int, need_bytes: int
     ) -> Entry[StateT]:
+        parent.last_used = self._clock()  # before the plan: what is of use goes after what is not
         plan = self._plan_for(key.session, need_bytes)
-        entry = Entry(key, new_state(), last_used=self._clock())
+        if parent.key in plan.evicted:
+            raise self._miss("evicted", f"there is no room for a fork of {parent.key.session}")
+        state = parent.state.fork(n_tokens)
+        if state is None:
+            raise self._miss(
+                "length_mismatch", f"{parent.key.session} cannot be forked at {n_tokens} tokens"
+            )
+        self.n_forks += 1
+        return self._create(key, plan, state, n_tokens)
+
+    def _create(self, key: CacheKey, plan: Plan, state: StateT, length: int = 0) -> Entry[StateT]:
+        entry = Entry(key, state, last_used=self._clock(), length=length)
         self._carry_out(plan)
         self._ended.pop(key.session, None)
         self._entries[key.session] = entry
@@ -244,9 +301,8 @@ class SessionCacheStore(Generic[StateT]):
 
     def _find(self, key: CacheKey, step: StepRef) -> Entry[StateT]:
         entry = self._entries.get(key.session)
-        if entry is None:
-            ended = self._ended.get(key.session)
-            reason: MissReason = "unknown" if ended is None else ended.reason
+        if entry is None or entry.kept:
+            reason = self._why_not_held(key.session)
             raise self._miss(reason, f"session {key.session} is not held here: {reason}")
         if entry.key != key:
             raise self._miss(
@@ -260,6 +316,10 @@ class SessionCacheStore(Generic[StateT]):
             self._drop(key, "length_mismatch")
             raise self._miss("length_mismatch", f"{where}: dropped")
         return entry
+
+    def _why_not_held(self, session: SessionId) -> MissReason:
+        ended = self._ended.get(session)
+        return "unknown" if ended is None else ended.reason
 
     def _miss(self, reason: MissReason, message: str, *, held: int = 0) -> CacheMiss:
         self.misses[reason] += 1

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Coroutine
 from contextlib import aclosing, asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol, TypeVar
 
 from meshnet.errors import HopProtocolError
@@ -131,6 +131,7 @@ class _Answer:
         """One for each token; the last one has a finish reason."""
         answer = await self._next(score=self._request.score_prompt)
         event = self._take(answer) if self._request.max_tokens else _nothing(answer)
+        event = replace(event, n_cached=self._pipeline.n_cached)
         while event.finish_reason is None:
             # The hops are to work on the next token while this one is written and sent.
             async with _begun(self._next()) as following:

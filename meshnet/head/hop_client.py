@@ -133,12 +133,13 @@ class HopClient:
         response = self._check(answer.status, answer.headers, answer.body)
         return self._as_answer(response, started_at)
 
-    async def close_session(self, session: SessionId, epoch: int) -> None:
-        """Free a session on the shard; idempotent. Raises as `step`.
+    async def close_session(self, session: SessionId, epoch: int, *, keep: bool = False) -> None:
+        """Free a session on the shard, or have it kept for forks; idempotent. Raises as `step`.
 
         Steps of it in this epoch or before, still on their way, are refused from then on.
         """
-        await self._send("DELETE", f"/v1/sessions/{session}", headers={headers.EPOCH: str(epoch)})
+        named = {headers.EPOCH: str(epoch)} | ({headers.KEEP: "1"} if keep else {})
+        await self._send("DELETE", f"/v1/sessions/{session}", headers=named)
 
     async def describe(self) -> ShardInfo:
         """What the shard says of itself. Raises as `step`."""

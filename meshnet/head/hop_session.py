@@ -36,7 +36,7 @@ from meshnet.head.hop_times import HopTimesBook
 from meshnet.head.recovery import Tries, is_passing
 from meshnet.head.replay import InputLog
 from meshnet.ids import SessionId, StepId
-from meshnet.topology import Hop
+from meshnet.topology import Hop, LayerSpan
 from meshnet.transport.hop_stream import HopStream
 from meshnet.wire.context import render_context
 from meshnet.wire.frames import Dtype, Frame, nbytes
@@ -66,6 +66,9 @@ class HopSession:
         times: Where the shards' times are noted, and the limits come from.
         background: Where calls end that nobody waits for any more.
         trace: Sent with every step.
+
+    Attributes:
+        n_forked: Tokens that it began with as a fork; 0 where it was fed them.
     """
 
     def __init__(
@@ -80,9 +83,11 @@ class HopSession:
         trace: Trace,
     ) -> None:
         self.hop = hop
+        self.log = log
+        self.n_forked = 0
         self._session = session
         self._shards = shards
-        self._log = log
+        self._fork_of: SessionId | None = None
         self._times = times
         self._background = background
         self._trace = trace
@@ -91,6 +96,12 @@ class HopSession:
         self._held = 0
         self._is_known = True
         shards.enter(hop.endpoint)
+
+    @property
+    def place(self) -> tuple[str, str, LayerSpan, str]:
+        """What is the same where one session can be forked into another."""
+        hop = self.hop
+        return hop.endpoint, hop.boot_id, hop.layers, hop.facts.fingerprint
 
     def stream_for(self, past_len: int) -> HopStream | None:
         """The stream over which a cached call at this position can be begun, if it can be."""
@@ -150,6 +161,8 @@ class HopSession:
             except InputsDropped:
                 raise  # feeding this hop alone cannot help; the pipeline feeds all of them
             except MeshError as error:
+                if self._was_no_fork(error):
+                    continue
                 failure = error
             else:
                 self._note_taken(call)
@@ -158,16 +171,35 @@ class HopSession:
             n_failures += 1
             await self._mend(failure, tries, at_one_shard=n_failures <= _TRIES_AT_ONE_SHARD)
 
+    def fork(self, other: HopSession, n_tokens: int) -> None:
+        """Begin with the first tokens of another session at the same place.
+
+        If the shard cannot fork that one, this one is fed them, as after a loss.
+        """
+        self._fork_of = other._session
+        self._held = n_tokens
+        self.log.begin_as(other.log, n_tokens)
+
     def forget(self) -> None:
         """Begin anew: nothing is held, and no input is kept."""
         self._lose(0)
-        self._log.clear()
+        self.log.clear()
 
-    async def close(self) -> None:
-        """Free the session; a shard that cannot be reached does it by its time to live."""
-        self._log.clear()
+    async def close(self, *, keep: bool = False) -> None:
+        """Free the session; a shard that cannot be reached does it by its time to live.
+
+        Args:
+            keep: Have it kept for forks instead, and keep its inputs, until it is dropped.
+        """
+        if not keep:
+            self.log.clear()
         self._shards.leave(self.hop.endpoint)
-        await self._close_at(self.hop.endpoint, self._epoch)
+        await self._close_at(self.hop.endpoint, self._epoch, keep=keep)
+
+    def drop(self) -> None:
+        """Free a session that was kept, and its inputs."""
+        self.log.clear()
+        self._background.start(self._close_at(self.hop.endpoint, self._epoch))
 
     @property
     def _client(self) -> HopClient:
@@ -179,8 +211,10 @@ class HopSession:
 
     def _note_taken(self, call: Call) -> None:
         if call.mode != "stateless":
-            self._log.add(call.past_len, call.frame)
+            self.log.add(call.past_len, call.frame)
             self._held = call.past_len + call.frame.n_tokens
+            if self._fork_of is not None:
+                self._fork_of, self.n_forked = None, call.past_len
 
     async def _catch_up(self, past_len: int, tries: Tries) -> None:
         """Feed the hop what it lacks of the tokens before `past_len`."""
@@ -189,10 +223,18 @@ class HopSession:
         layers, largest = len(self.hop.layers), self.hop.facts.max_step_tokens
         # What is lost again while it is fed again needs fewer calls more than the same last digits.
         in_bulk = tries.rebuilds > _EXACT_TRIES
-        for fed in self._log.replay(self._held, past_len, largest, in_bulk=in_bulk):
+        for fed in self.log.replay(self._held, past_len, largest, in_bulk=in_bulk):
             await self._send(Call("prefill", fed.frame, fed.past_len), self._new_step_id())
             self._held = fed.end
             tries.note_replay(fed.frame.n_tokens * layers)
+
+    def _was_no_fork(self, failure: MeshError) -> bool:
+        """Whether the shard had nothing to fork. Then it is fed: nothing of this one was lost."""
+        if self._fork_of is None or not isinstance(failure, CacheMiss):
+            return False
+        self._is_known = failure.members.get("reason") != "restarted"
+        self._lose(0)
+        return True
 
     async def _mend(self, failure: MeshError, tries: Tries, *, at_one_shard: bool) -> None:
         """Make the next try worth it."""
@@ -259,7 +301,8 @@ class HopSession:
     def _lose(self, held: int) -> None:
         """The hop holds so much only. Steps still on their way there are of an old epoch now."""
         self._epoch += 1
-        self._held = self._log.usable(held)
+        self._fork_of, self.n_forked = None, 0
+        self._held = self.log.usable(held)
 
     async def _ask(
         self, call: Call, step_id: StepId, attempt: Attempt | None
@@ -285,6 +328,7 @@ class HopSession:
             step=step_id,
             epoch=self._epoch if call.mode != "stateless" else 0,
             boot=hop.boot_id or None,
+            fork_of=self._fork_of,
             sampling=call.sampling,
             context_bytes=n_context,
             request_id=self._trace.request_id,
@@ -311,9 +355,9 @@ class HopSession:
             self._times.note(hop.endpoint, n_tokens, answer)
         return answer.result
 
-    async def _close_at(self, endpoint: str, epoch: int) -> None:
+    async def _close_at(self, endpoint: str, epoch: int, *, keep: bool = False) -> None:
         try:
-            await self._shards.client(endpoint).close_session(self._session, epoch)
+            await self._shards.client(endpoint).close_session(self._session, epoch, keep=keep)
         except MeshError as error:
             _log.warning(
                 "session not closed",

@@ -16,6 +16,7 @@ from meshnet.head.direct_return import DirectReturn
 from meshnet.head.hop_session import HopSession
 from meshnet.head.hop_times import HopTimesBook
 from meshnet.head.overlap import Step, run_alone, run_steps
+from meshnet.head.prefixes import PrefixIndex, Source
 from meshnet.head.recovery import Recovery, Tries
 from meshnet.head.replay import InputLog, ReplayBudget, ReplayMode
 from meshnet.ids import SessionId, new_id
@@ -34,6 +35,7 @@ class PipelineKit:
         recovery: How failures are met.
         budget: Room for the inputs that are kept.
         replay: How they are fed again.
+        prefixes: Which sessions another one may begin as a fork of.
         background: Where calls end that nobody waits for any more.
         prefill_chunk_tokens: The longest prefill step.
         direct: How decode steps may go from hop to hop; None is always by the head.
@@ -43,6 +45,7 @@ class PipelineKit:
     recovery: Recovery
     budget: ReplayBudget
     replay: ReplayMode
+    prefixes: PrefixIndex
     background: Background
     prefill_chunk_tokens: int
     direct: DirectReturn | None = None
@@ -57,6 +60,9 @@ class Pipeline:
         kit: What it shares with the other pipelines.
         trace: Sent with every step.
         session: None is a new one.
+
+    Attributes:
+        n_cached: Tokens of the prompt that no hop had to compute; known after the prefill.
     """
 
     def __init__(
@@ -68,6 +74,7 @@ class Pipeline:
         session: SessionId | None = None,
     ) -> None:
         self.session = session or SessionId(new_id())
+        self.n_cached = 0
         self._route = route
         self._kit = kit
         self._ids: list[int] = []
@@ -83,6 +90,7 @@ class Pipeline:
             )
             for hop in route.hops
         ]
+        self._source = Source(self._hops, self._ids)
 
     @property
     def stateless(self) -> bool:
@@ -109,7 +117,8 @@ class Pipeline:
     ) -> TailAnswer:
         """Run a prompt in chunks, which follow each other from hop to hop.
 
-        The tail samples after the last one only.
+        The tail samples after the last one only. What another session has of the prompt's beginning
+        is not computed again, unless it is to be scored.
 
         Args:
             ids: The prompt.
@@ -121,7 +130,9 @@ class Pipeline:
             MeshError: As `stateless_step`.
         """
         steps: list[Step] = []
-        for start, chunk in self._chunks(ids):
+        found = None if score else await self._fork(ids)
+        self._kit.prefixes.begin(self._source, ids)
+        for start, chunk in self._chunks(ids, len(self._ids) if found else 0):
             end = start + len(chunk)
             is_last = end == len(ids)
             asked = context if is_last else NO_CONTEXT
@@ -130,6 +141,9 @@ class Pipeline:
             samples = sampling if is_last or score else None
             steps.append(self._step("prefill", chunk, start, samples, asked))
         answers = await self._run(steps)
+        self.n_cached = min(hop.n_forked for hop in self._hops)
+        if found is not None and not self.n_cached:
+            self._kit.prefixes.note_missing(found)
         scores = tuple(chain.from_iterable(answer.prompt_scores for answer in answers))
         return answers[-1].model_copy(update={"prompt_scores": scores})
 
@@ -160,8 +174,23 @@ class Pipeline:
         return await run_alone(self._hops, step)
 
     async def close(self) -> None:
-        """Free the session on every hop; a hop that cannot be reached frees it by its TTL."""
-        await asyncio.gather(*(hop.close() for hop in self._hops))
+        """Free the session on every hop, or have it kept for others to begin with.
+
+        A hop that cannot be reached frees it by its time to live.
+        """
+        keep = self._kit.prefixes.end(self._source)
+        await asyncio.gather(*(hop.close(keep=keep) for hop in self._hops))
+
+    async def _fork(self, ids: Sequence[int]) -> Source | None:
+        """Begin with what another session has of the prompt; returns which one, if there is any."""
+        found = await self._kit.prefixes.find(self._hops, list(ids))
+        if found is None:
+            return None
+        source, n_tokens = found
+        for hop, other in zip(self._hops, source.hops, strict=True):
+            hop.fork(other, n_tokens)
+        self._ids.extend(ids[:n_tokens])
+        return source
 
     async def _run(self, steps: Sequence[Step]) -> list[TailAnswer]:
         """Run the steps that come next; every hop then holds their tokens."""
@@ -176,6 +205,7 @@ class Pipeline:
                     async for step, answer in passed:
                         answers.append(answer)
                         self._ids.extend(step.call.frame.token_ids())
+                        self._kit.prefixes.note_progress(self._source)
             except InputsDropped:
                 is_lost = True
         return answers
@@ -204,7 +234,7 @@ class Pipeline:
         call = Call(mode, Frame.of_token_ids(ids), past_len, sampling, context)
         return Step(call, self._kit.recovery.begin())
 
-    def _chunks(self, ids: Sequence[int]) -> list[tuple[int, Sequence[int]]]:
-        """The ids in pieces that every hop takes, each with its position."""
+    def _chunks(self, ids: Sequence[int], first: int = 0) -> list[tuple[int, Sequence[int]]]:
+        """The ids from the `first` on in pieces that every hop takes, each with its position."""
         size = min(self._kit.prefill_chunk_tokens, self.max_step_tokens)
-        return [(start, ids[start : start + size]) for start in range(0, len(ids), size)]
+        return [(start, ids[start : start + size]) for start in range(first, len(ids), size)]

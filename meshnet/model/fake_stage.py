@@ -54,6 +54,10 @@ class FakeState:
         """A made-up cost a token."""
         return _BYTES_PER_TOKEN * len(self.ids)
 
+    def fork(self, n_tokens: int) -> FakeState:
+        """A history that begins alike."""
+        return FakeState(self.ids[:n_tokens])
+
 
 def next_token(ids: list[int], vocab_size: int) -> int:
     """What the fake model says after `ids`."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, Self
 
 from meshnet.errors import StageError
 from meshnet.generation import NO_CONTEXT, Sampling, SamplingContext
@@ -19,6 +19,15 @@ class CacheState(Protocol):
     @property
     def nbytes(self) -> int:
         """Bytes of memory the state holds now."""
+        ...
+
+    def fork(self, n_tokens: int) -> Self | None:
+        """A state of the first `n_tokens` tokens, at least one; None where it cannot be had.
+
+        It costs nothing yet: both share memory until the fork's first step copies what it goes on
+        with, and neither ever sees what the other one adds. Called in the event loop, while the
+        compute thread may be extending this state: at least `n_tokens` were in it before.
+        """
         ...
 
 

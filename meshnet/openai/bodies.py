@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, NotRequired, TypedDict
+from typing import Literal, TypedDict
 
 from meshnet.generation import FinishReason
 
@@ -22,7 +22,7 @@ class Usage(TypedDict):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
-    prompt_tokens_details: NotRequired[PromptTokensDetails]
+    prompt_tokens_details: PromptTokensDetails
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,10 +45,11 @@ class Heading:
         }
 
 
-def usage(*, prompt_tokens: int, completion_tokens: int) -> Usage:
-    """Both counts and their sum."""
+def usage(*, prompt_tokens: int, completion_tokens: int, cached_tokens: int) -> Usage:
+    """Both counts and their sum, and how much of the prompt was not computed again."""
     return {
         "prompt_tokens": prompt_tokens,
         "completion_tokens": completion_tokens,
         "total_tokens": prompt_tokens + completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": cached_tokens},
     }

@@ -110,6 +110,7 @@ class ChatWriter:
         self._choices = [_Choice(parser) for parser in parsers]
         self._prompt_scores: Sequence[TokenScore] = ()
         self._n_generated = 0
+        self._n_cached: dict[int, int] = {}
 
     def begin(self) -> Iterator[Chunk]:
         """Each choice's role: in this order, or openai-python's stream helper fails."""
@@ -124,6 +125,7 @@ class ChatWriter:
         """The token's deltas, and the closing chunk after the last one."""
         choice = self._choices[index]
         self._n_generated += event.n_tokens
+        self._n_cached.setdefault(index, event.n_cached)
         self._prompt_scores = self._prompt_scores or event.prompt_scores
         deltas = choice.take(event)
         if not deltas and (self._form.logprobs is not None or self._form.token_ids):
@@ -196,7 +198,12 @@ class ChatWriter:
         return chunk
 
     def _usage(self) -> Usage:
-        return usage(prompt_tokens=len(self._form.prompt_ids), completion_tokens=self._n_generated)
+        return usage(
+            prompt_tokens=len(self._form.prompt_ids),
+            completion_tokens=self._n_generated,
+            # The prompt counts once, whatever its choices have of each other.
+            cached_tokens=min(self._n_cached.values(), default=0),
+        )
 
 
 def _call(call: ToolCall) -> dict[str, object]:

@@ -134,6 +134,7 @@ class CompletionWriter:
         self._choices = [_Choice(prompt, form) for prompt in prompts for _ in range(form.n)]
         self._n_prompt = sum(len(prompt.ids) for prompt in prompts)
         self._n_generated = 0
+        self._n_cached: list[dict[int, int]] = [{} for _ in prompts]
 
     def begin(self) -> Iterator[Chunk]:
         """Nothing: there are no roles."""
@@ -143,6 +144,7 @@ class CompletionWriter:
         """The prompt before the first token, the token, and a closing chunk after the last one."""
         choice = self._choices[index]
         self._n_generated += event.n_tokens
+        self._n_cached[index // self._form.n].setdefault(index, event.n_cached)
         for piece in choice.take(event):
             if self._is_told(piece):
                 yield self._chunk([self._part(index, piece)])
@@ -213,4 +215,10 @@ class CompletionWriter:
         return {**self._form.heading.of("text_completion"), "choices": choices}
 
     def _usage(self) -> Usage:
-        return usage(prompt_tokens=self._n_prompt, completion_tokens=self._n_generated)
+        # A prompt counts once, whatever its choices have of each other.
+        n_cached = sum(min(choices.values(), default=0) for choices in self._n_cached)
+        return usage(
+            prompt_tokens=self._n_prompt,
+            completion_tokens=self._n_generated,
+            cached_tokens=n_cached,
+        )

@@ -83,6 +83,7 @@ class ResponseWriter:
         self._n_events = 0
         self._n_generated = 0
         self._n_reasoning = 0
+        self._n_cached = 0
 
     def begin(self) -> Iterator[Chunk]:
         """The response before there is any of it."""
@@ -93,6 +94,7 @@ class ResponseWriter:
         """What one more token adds to the output; with the last one all of it is done."""
         del index  # there is one answer
         self._n_generated += event.n_tokens
+        self._n_cached += event.n_cached
         self._waiting.append(event)
         for part in self._read(event.text):
             yield from self._add(part)
@@ -211,7 +213,7 @@ class ResponseWriter:
         n_prompt, n_generated = self._form.n_prompt, self._n_generated
         return {
             "input_tokens": n_prompt,
-            "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
+            "input_tokens_details": {"cached_tokens": self._n_cached, "cache_write_tokens": 0},
             "output_tokens": n_generated,
             "output_tokens_details": {"reasoning_tokens": self._n_reasoning},
             "total_tokens": n_prompt + n_generated,

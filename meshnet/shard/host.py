@@ -179,7 +179,12 @@ class ShardHost:
             state_base_bytes=cost.base_bytes,
             state_token_bytes=cost.token_bytes,
             limits=self._limits,
-            cache=CacheUse(sessions=use.sessions, leases=use.leases, cached_bytes=use.cached_bytes),
+            cache=CacheUse(
+                sessions=use.sessions,
+                leases=use.leases,
+                cached_bytes=use.cached_bytes,
+                kept=use.kept,
+            ),
         )
 
     def _check_begin(self) -> None:

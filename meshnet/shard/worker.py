@@ -146,13 +146,13 @@ class ShardWorker:
         state = self.stage.state_cost
         return StateCost(state.base_bytes, state.token_bytes + self._answer_nbytes(1, n_scores=0))
 
-    async def close(self, session: SessionId, epoch: int = 0) -> int:
-        """Free a session; idempotent. Returns how many states went.
+    async def close(self, session: SessionId, epoch: int = 0, *, keep: bool = False) -> int:
+        """Free a session, or keep it for forks; idempotent. Returns how many states went.
 
         Raises:
             StaleEpoch: A newer epoch steers the session. Nothing was changed.
         """
-        freed = await self.store.release(session, epoch)
+        freed = await self.store.release(session, epoch, keep=keep)
         self.decode_log.forget(session)
         return freed
 
@@ -163,9 +163,10 @@ class ShardWorker:
             key,
             StepRef(StepId(step.step) if step.step else None, step.past_len, step.epoch),
             fresh=step.past_len == 0,
-            need_bytes=self._need_bytes(work),
+            need_bytes=self._need_bytes(work, begins=_begins(step)),
             new_state=lambda: self.stage.new_state(work.start_layer),
             check=lambda: self._check_room(step),
+            fork_of=SessionId(step.fork_of) if step.fork_of else None,
         )
         async with lease as held:
             if held.replay is not None:
@@ -179,9 +180,12 @@ class ShardWorker:
         self._log_step(step, session, done)
         return done
 
-    def _need_bytes(self, work: StageStep) -> int:
-        """What a step adds: the state's growth, and the answer kept for a repeat."""
-        held = self.stage.state_nbytes(work.position) if work.position else 0
+    def _need_bytes(self, work: StageStep, *, begins: bool) -> int:
+        """What a step adds: the state's growth, and the answer kept for a repeat.
+
+        A fork comes to have memory of its own for the tokens before it, too.
+        """
+        held = 0 if begins else self.stage.state_nbytes(work.position)
         grown = self.stage.state_nbytes(work.position + work.frame.n_tokens)
         return grown - held + self._answer_nbytes(work.frame.n_tokens, work.n_scores)
 
@@ -194,7 +198,7 @@ class ShardWorker:
 
     def _check_room(self, step: StepHeaders) -> None:
         self.compute.check_room()
-        if not step.past_len:
+        if _begins(step):
             self.check_begin()
 
     def _check_direct_return(self, step: StepHeaders) -> None:
@@ -250,6 +254,11 @@ class ShardWorker:
             queue_ms=round(done.queue_ms, 2),
             compute_ms=round(done.compute_ms, 2),
         )
+
+
+def _begins(step: StepHeaders) -> bool:
+    """Whether the session is not to be here before the step."""
+    return step.past_len == 0 or step.fork_of is not None
 
 
 def _check_tensor(step: StepHeaders, facts: ShardFacts, *, takes_token_ids: bool) -> None:

@@ -40,6 +40,7 @@ FINGERPRINT: Final = "X-Meshnet-Fingerprint"
 STEP: Final = "X-Meshnet-Step"
 EPOCH: Final = "X-Meshnet-Epoch"
 BOOT: Final = "X-Meshnet-Boot"
+FORK_OF: Final = "X-Meshnet-Fork-Of"
 SAMPLING: Final = "X-Meshnet-Sampling"
 CONTEXT_BYTES: Final = "X-Meshnet-Context-Bytes"
 # Direct return: the input comes from another shard, the output goes to another one as well.
@@ -49,6 +50,8 @@ PUSH_TO: Final = "X-Meshnet-Push-To"
 PUSH_BOOT: Final = "X-Meshnet-Push-Boot"
 REQUEST_ID: Final = "X-Request-Id"
 TRACEPARENT: Final = "traceparent"
+# Of a session's end only: whether it is kept for forks.
+KEEP: Final = "X-Meshnet-Keep"
 # Answers only: where the time went, milliseconds.
 QUEUE_MS: Final = "X-Meshnet-Queue-Ms"
 COMPUTE_MS: Final = "X-Meshnet-Compute-Ms"
@@ -119,6 +122,7 @@ class StepHeaders(BaseModel):
     step: Annotated[Token | None, Field(alias=STEP)] = None
     epoch: Annotated[Count, Field(alias=EPOCH)] = 0
     boot: Annotated[Token | None, Field(alias=BOOT)] = None
+    fork_of: Annotated[Token | None, Field(alias=FORK_OF)] = None
     sampling: Annotated[Sampling | None, BeforeValidator(_read_json), Field(alias=SAMPLING)] = None
     context_bytes: Annotated[Count, Field(alias=CONTEXT_BYTES, le=MAX_CONTEXT_BYTES)] = 0
     input_id: Annotated[Token | None, Field(alias=INPUT_ID)] = None
@@ -144,6 +148,7 @@ _ALLOWED: Final = {
     STEP: "1-128 characters of [A-Za-z0-9._-]",
     EPOCH: "0 to 2147483647",
     BOOT: "1-128 characters of [A-Za-z0-9._-]",
+    FORK_OF: "1-128 characters of [A-Za-z0-9._-], another session's id",
     SAMPLING: 'JSON such as {"temperature": 0.7, "top_p": 0.9, "top_k": 0, "seed": 1}',
     CONTEXT_BYTES: f"0 to {MAX_CONTEXT_BYTES}",
     INPUT_ID: "1-128 characters of [A-Za-z0-9._-]",
@@ -152,6 +157,7 @@ _ALLOWED: Final = {
     PUSH_BOOT: "1-128 characters of [A-Za-z0-9._-]",
     REQUEST_ID: "1-128 characters of [A-Za-z0-9._-]",
     TRACEPARENT: "at most 256 characters",
+    KEEP: "0 or 1",
 }
 
 
@@ -213,6 +219,8 @@ def _check_together(step: StepHeaders) -> None:
             allowed="1 or more; the first step of a session is a prefill",
         )
     _check_direct_return(step)
+    if step.fork_of is not None:
+        _check_fork(step)
 
 
 def _check_direct_return(step: StepHeaders) -> None:
@@ -235,6 +243,23 @@ def _check_direct_return(step: StepHeaders) -> None:
         )
 
 
+def _check_fork(step: StepHeaders) -> None:
+    if step.cache == "stateless" or not step.past_len:
+        raise InvalidRequest(
+            f"{FORK_OF} is for a cached step that continues at least one token",
+            field=FORK_OF,
+            value=step.fork_of,
+            allowed=None,
+        )
+    if step.fork_of == step.session:
+        raise InvalidRequest(
+            f"{FORK_OF} is the step's own session",
+            field=FORK_OF,
+            value=step.fork_of,
+            allowed=_ALLOWED[FORK_OF],
+        )
+
+
 def render(step: StepHeaders) -> dict[str, str]:
     """The headers as they are sent; what is None is left out."""
     sampling = step.sampling and step.sampling.model_dump_json(exclude_defaults=True)
@@ -245,6 +270,7 @@ def render(step: StepHeaders) -> dict[str, str]:
         STEP: step.step,
         EPOCH: str(step.epoch) if step.epoch else None,
         BOOT: step.boot,
+        FORK_OF: step.fork_of,
         SAMPLING: sampling,
         CONTEXT_BYTES: str(step.context_bytes) if step.context_bytes else None,
         INPUT_ID: step.input_id,
@@ -278,6 +304,17 @@ def parse_epoch(text: str | None) -> int:
         return _EPOCH.validate_python("0" if text is None else text)
     except ValidationError as error:
         raise _malformed(EPOCH, "epoch", text or "") from error
+
+
+def parse_keep(text: str | None) -> bool:
+    """Whether a session is to be kept, from `X-Meshnet-Keep`; it is not where there is none.
+
+    Raises:
+        InvalidRequest: It is neither 0 nor 1.
+    """
+    if text not in {None, "0", "1"}:
+        raise _malformed(KEEP, "yes or no", text or "")
+    return text == "1"
 
 
 def parse_dtype(text: str) -> Dtype:

@@ -56,6 +56,8 @@ class CacheUse(BaseModel):
     sessions: NonNegativeInt
     leases: NonNegativeInt
     cached_bytes: NonNegativeInt
+    kept: NonNegativeInt = 0
+    """Closed sessions that are kept for forks; not among `sessions`."""
 
 
 class ShardInfo(BaseModel):

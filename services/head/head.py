@@ -15,6 +15,7 @@ from meshnet.head.direct_return import FAR_S, DirectReturn, HopReturn
 from meshnet.head.hop_client import HopTimeouts, open_hop
 from meshnet.head.hop_times import HopTimesBook, StepLimits
 from meshnet.head.pipeline import PipelineKit
+from meshnet.head.prefixes import PrefixIndex
 from meshnet.head.readiness import HeadState, ReadyState
 from meshnet.head.recovery import Recovery, RecoveryLimits
 from meshnet.head.replay import ReplayBudget
@@ -118,6 +119,7 @@ def _direct_return(way: HopReturn) -> DirectReturn | None:
 
 def _kit(settings: HeadSettings, metrics: HeadMetrics, background: Background) -> PipelineKit:
     limits = RecoveryLimits(settings.max_rebuilds_per_token, settings.recovery_timeout_s)
+    budget = ReplayBudget(settings.replay_max_bytes)
     return PipelineKit(
         times=HopTimesBook(
             StepLimits(
@@ -131,8 +133,9 @@ def _kit(settings: HeadSettings, metrics: HeadMetrics, background: Background) -
             clock=monotonic,
             jitter=random.random,
         ),
-        budget=ReplayBudget(settings.replay_max_bytes),
+        budget=budget,
         replay=settings.replay,
+        prefixes=PrefixIndex(budget, exact=settings.replay == "exact", reuse=settings.prefix_reuse),
         background=background,
         prefill_chunk_tokens=settings.prefill_chunk_tokens,
         direct=_direct_return(settings.hop_return),

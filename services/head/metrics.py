@@ -31,6 +31,12 @@ class HeadMetrics:
         self._tokens = Counter(
             "meshnet_head_tokens", "Tokens generated", ["model"], registry=registry
         )
+        self._cached = Counter(
+            "meshnet_head_cached_tokens",
+            "Tokens of prompts that were not computed again",
+            ["model"],
+            registry=registry,
+        )
         self._rebuilds = Counter(
             "meshnet_head_rebuilds", "Steps tried again", ["code"], registry=registry
         )
@@ -98,6 +104,7 @@ class HeadMetrics:
         """The same events of a model, counted and timed. Closed together."""
         last_at = perf_counter()
         tokens, between = self._tokens.labels(model), self._between_tokens.labels(model)
+        cached = self._cached.labels(model)
         histogram = self._first_token.labels(model)
         outcome = "aborted"
         try:
@@ -106,6 +113,7 @@ class HeadMetrics:
                     now = perf_counter()
                     histogram.observe(now - last_at)
                     tokens.inc(event.n_tokens)
+                    cached.inc(event.n_cached)
                     last_at, histogram = now, between
                     outcome = event.finish_reason or outcome
                     yield event

@@ -182,6 +182,9 @@ class HeadSettings(BaseSettings):
     replay_max_bytes: NonNegativeInt = 256 * 1024**2
     """For what hops were fed, over all sessions. A session that finds no room there is prefilled
     anew on all hops."""
+    prefix_reuse: bool = True
+    """Whether a prompt that begins as another one did is computed from there on only. How soon it
+    is answered then tells its caller that there was such a prompt."""
     route_poll_s: Seconds = 2.0
     """How often the hops are asked whether they are ready."""
     drain_timeout_s: Seconds = 25.0

@@ -47,6 +47,12 @@ class ShardMetrics:
         )
         self._sessions = Gauge("meshnet_shard_sessions", "Sessions held", registry=registry)
         self._leases = Gauge("meshnet_shard_leases", "Sessions in a step", registry=registry)
+        self._kept = Gauge(
+            "meshnet_shard_kept_sessions", "Closed sessions kept for forks", registry=registry
+        )
+        self._forks = Gauge(
+            "meshnet_shard_forks", "Sessions that began as forks since the start", registry=registry
+        )
         self._bytes = Gauge("meshnet_shard_cached_bytes", "Bytes cached", registry=registry)
         self._drops = Gauge(
             "meshnet_shard_sessions_dropped",
@@ -66,11 +72,13 @@ class ShardMetrics:
         """Note one request that was refused."""
         self._refusals.labels(error.code, str(error.members.get("reason", ""))).inc()
 
-    def render(self, usage: CacheUsage, drops: Mapping[MissReason, int]) -> bytes:
+    def render(self, usage: CacheUsage, drops: Mapping[MissReason, int], n_forks: int) -> bytes:
         """Everything, in Prometheus' text format."""
         for reason, count in drops.items():
             self._drops.labels(reason).set(count)
         self._sessions.set(usage.sessions)
         self._leases.set(usage.leases)
+        self._kept.set(usage.kept)
+        self._forks.set(n_forks)
         self._bytes.set(usage.cached_bytes)
         return generate_latest(self._registry)

@@ -75,7 +75,7 @@ async def forward(request: Request) -> Response:
 
 @protocol.delete("/sessions/{session}", status_code=204)
 async def close_session(session: str, request: Request, host: Host) -> None:
-    """Free a session. Freeing one that is not here is no error."""
+    """Free a session, or keep it for forks. Closing one that is not here is no error."""
     if not is_token(session):
         raise InvalidRequest(
             "the session's id is malformed",
@@ -83,10 +83,10 @@ async def close_session(session: str, request: Request, host: Host) -> None:
             value=session[:200],
             allowed=TOKEN_PATTERN,
         )
-    given = request.headers.getlist(headers.EPOCH)
-    epoch = headers.parse_epoch(given[-1] if given else None)  # the last one, as of a step's
+    epoch = headers.parse_epoch(_last(request, headers.EPOCH))
+    keep = headers.parse_keep(_last(request, headers.KEEP))
     _mailbox(request).dismiss(SessionId(session))
-    await host.worker.close(SessionId(session), epoch)
+    await host.worker.close(SessionId(session), epoch, keep=keep)
 
 
 @protocol.get("/shard")
@@ -114,7 +114,8 @@ async def readyz(host: Host) -> JSONResponse:
 @health.get("/metrics")
 async def metrics_text(host: Host, metrics: Metrics) -> Response:
     """Numbers for Prometheus."""
-    text = metrics.render(await host.store.usage(), host.store.drops)
+    store = host.store
+    text = metrics.render(await store.usage(), store.drops, store.n_forks)
     return Response(text, media_type=CONTENT_TYPE_LATEST)
 
 
@@ -127,6 +128,12 @@ def _refuse_direct_return(step: StepHeaders) -> None:
             value=step.input_id or step.push_id,
             allowed=None,
         )
+
+
+def _last(request: Request, header: str) -> str | None:
+    """A header's last value: of several, a step's headers mean that one too."""
+    given = request.headers.getlist(header)
+    return given[-1] if given else None
 
 
 async def _read_body(request: Request, expected: int) -> bytes:

@@ -35,6 +35,7 @@ NOWHERE = 500
 """A position that no session reaches."""
 
 _INTRUDERS_ID = 63
+_FORKS_ID = 61
 _FORBIDDEN_ID = 62
 _IDS_A_SESSION = 16
 
@@ -141,6 +142,14 @@ class Kind(Enum):
     """The session's end, without."""
     INTRUDE = auto()
     """The first step of another session."""
+    KEEP = auto()
+    """The session's end, with its epoch; it is to be kept for forks."""
+    FORK = auto()
+    """The first step of another session, which begins with tokens of this one."""
+
+
+_INTRUSIONS = (Kind.INTRUDE, Kind.FORK)
+_CLOSINGS = {Kind.CLOSE, Kind.KEEP}
 
 
 @dataclass(frozen=True)
@@ -231,14 +240,14 @@ class Player:
             assert (await self._client.close(name)).status_code == 204
         for session in self._sessions:
             await self._go_on_and_close(session)
-        assert await self._client.cache() == {"sessions": 0, "leases": 0, "cached_bytes": 0}
+        assert not any((await self._client.cache()).values())
 
     async def _round(self, actions: Sequence[Action]) -> None:
         """What is sent at once; then what was run is what is held."""
         n_held, n_runs = (await self._client.cache())["sessions"], len(self._shard.stage.runs)
         new = {action.session for action in actions if not self._sessions[action.session].held}
         self._actions = actions
-        self._no_eviction = n_held + len(new) + self._count(Kind.INTRUDE) <= N_SLOTS
+        self._no_eviction = n_held + len(new) + self._count(*_INTRUSIONS) <= N_SLOTS
         await asyncio.gather(*(self._act(action) for action in actions))
         assert (await self._client.cache())["leases"] == 0
         runs = self._shard.stage.runs[n_runs:]
@@ -255,7 +264,7 @@ class Player:
                 n_begun += position == 0
                 length = position + len(ids)
         kinds = self._kinds(session)
-        session.epoch += bool(kinds & {Kind.CLOSE, Kind.ANEW})
+        session.epoch += bool(kinds & {Kind.ANEW, *_CLOSINGS})
         held = await self._held(session)
         assert held in {0, length}
         if self._is_lossless(session):
@@ -277,12 +286,12 @@ class Player:
     def _kinds(self, session: Session) -> set[Kind]:
         return {action.kind for action in self._actions if action.session == session.number}
 
-    def _count(self, kind: Kind) -> int:
-        return sum(action.kind is kind for action in self._actions)
+    def _count(self, *kinds: Kind) -> int:
+        return sum(action.kind in kinds for action in self._actions)
 
     def _is_lossless(self, session: Session) -> bool:
         """Whether nothing in the round can have taken the session's state."""
-        return self._no_eviction and not self._kinds(session) & {Kind.CLOSE, Kind.FREE}
+        return self._no_eviction and not self._kinds(session) & {Kind.FREE, *_CLOSINGS}
 
     # Acts. Which step is the right one, and the epoch, are as they were when the round began.
 
@@ -301,6 +310,8 @@ class Player:
             Kind.CLOSE: self._close,
             Kind.FREE: self._close,
             Kind.INTRUDE: self._intrude,
+            Kind.KEEP: self._close,
+            Kind.FORK: self._fork,
         }
         await asyncio.sleep(action.after_ms / 1000)
         await acts[action.kind](session, action)
@@ -342,11 +353,11 @@ class Player:
         assert (problem["expected"], problem["actual"]) == ("another-life", self._shard.boot_id)
 
     async def _close(self, session: Session, action: Action) -> None:
-        epoch = session.epoch if action.kind is Kind.CLOSE else 0
-        answer = await self._delete(session, epoch)
+        epoch = session.epoch if action.kind in _CLOSINGS else 0
+        answer = await self._delete(session, epoch, keep=action.kind is Kind.KEEP)
         if answer.status_code == 204:
             session.over = max(session.over, epoch)
-            self._seen["closed" if epoch else "freed"] += 1
+            self._seen[action.kind.name] += 1
         else:
             assert Kind.ANEW in self._kinds(session)
             await self._refused(answer, "stale_epoch")
@@ -358,6 +369,23 @@ class Player:
         answer = await self._client.step(name, "prefill", 0, [_INTRUDERS_ID])
         if answer.status_code != 200:
             self._check_refusal(answer.json(), None)
+
+    async def _fork(self, session: Session, action: Action) -> None:
+        """Whoever has the tokens answers from them, and nobody from others."""
+        name = f"{self._name}-x{len(self._intruders)}"
+        self._intruders.append(name)
+        past_len = max(1, session.held - action.nth)
+        fork: dict[str, str | bytes | None] = {"X-Meshnet-Fork-Of": session.name}
+        ids = [_FORKS_ID] * action.n_tokens
+        answer = await self._client.step(name, "prefill", past_len, ids, changed=fork)
+        whole = [*true_ids(session.number, 0, past_len), *ids]
+        if answer.status_code == 200:
+            assert answer.json() == {"token_id": next_token(whole, VOCAB_SIZE)}
+            self._seen["forked"] += 1
+        else:
+            assert answer.json()["code"] in {"cache_miss", "cache_full"}
+            is_there = session.held and self._is_lossless(session)
+            assert not is_there or Kind.ANEW in self._kinds(session)
 
     async def _drop(self, session: Session, action: Action) -> None:
         """Send a step or a part of it, and go; return when the shard is done with it."""
@@ -427,7 +455,7 @@ class Player:
         if step is None or problem["code"] == "cache_full":
             assert problem["code"] == "cache_full"
             n_sessions = len({action.session for action in self._actions})
-            assert n_sessions + self._count(Kind.INTRUDE) > N_SLOTS
+            assert n_sessions + self._count(*_INTRUSIONS) > N_SLOTS
             return
         session = self._sessions[step.session]
         match problem["code"]:
@@ -436,7 +464,8 @@ class Player:
                 assert n_acts > 1 or Kind.TWICE in self._kinds(session)
             case "stale_epoch":
                 assert problem["expected"] > step.epoch == problem["actual"]
-                assert step.epoch < session.epoch or self._kinds(session) & {Kind.CLOSE, Kind.ANEW}
+                is_over = self._kinds(session) & {Kind.ANEW, *_CLOSINGS}
+                assert step.epoch < session.epoch or is_over
             case _:
                 assert problem["code"] == "cache_miss"
                 assert problem["reason"] in {"unknown", "evicted", "length_mismatch"}
@@ -448,8 +477,9 @@ class Player:
         others = [other for other in self._actions if other is not action]
         return {other.kind for other in others if other.session == action.session}
 
-    async def _delete(self, session: Session, epoch: int) -> httpx.Response:
+    async def _delete(self, session: Session, epoch: int, *, keep: bool = False) -> httpx.Response:
         headers = {"X-Meshnet-Epoch": str(epoch)} if epoch else {}
+        headers |= {"X-Meshnet-Keep": "1"} if keep else {}
         return await self._client.http.delete(f"/v1/sessions/{session.name}", headers=headers)
 
     def _request(self, session: Session, step: Step) -> bytes:

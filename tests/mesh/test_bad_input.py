@@ -614,6 +614,8 @@ async def test_all_refusals_together_left_no_session(hops: Hops) -> None:
 
     async def is_empty() -> bool:
         caches = [await hop.cache() for hop in (hops.first, hops.tail)]
-        return all(cache == {"sessions": 0, "leases": 0, "cached_bytes": 0} for cache in caches)
+        return all(
+            cache == {"sessions": 0, "leases": 0, "cached_bytes": 0, "kept": 0} for cache in caches
+        )
 
     await eventually(is_empty, within_s=5)

@@ -86,7 +86,7 @@ async def test_one_hop_without_a_cache_makes_every_step_a_whole_prefill(
             suffix = f",{HIDDEN_SIZE}" if seen[0].start_layer else ""
             assert [shape + suffix for shape in whole] == [step.shape for step in seen]
             cache = (await get_shard(shard.url))["cache"]
-            assert cache == {"sessions": 0, "leases": 0, "cached_bytes": 0}
+            assert cache == {"sessions": 0, "leases": 0, "cached_bytes": 0, "kept": 0}
 
 
 async def test_without_caches_the_context_is_what_one_step_may_hold() -> None:
@@ -132,7 +132,7 @@ class TextTail:
         del request
         facts = asdict(fake_facts(LayerSpan(2, 4), 4, VOCAB_SIZE))
         limits = {"max_step_tokens": 64, "max_sessions": 1, "cache_ttl_s": 1, "cache_bytes": 1}
-        use = {"sessions": 0, "leases": 0, "cached_bytes": 0}
+        use = {"sessions": 0, "leases": 0, "cached_bytes": 0, "kept": 0}
         own = {"boot_id": "1", "start_layer": 2, "end_layer": 4, "limits": limits, "cache": use}
         return JSONResponse({k: v for k, v in facts.items() if k != "span"} | own)
 

@@ -35,8 +35,10 @@ ROUNDS = st.lists(st.lists(ACTIONS, min_size=1, max_size=5), min_size=3, max_siz
 EVERYTHING = {  # but `cache_full`, which needs four steps in one moment
     "run",
     "replay",
-    "closed",
-    "freed",
+    "CLOSE",
+    "FREE",
+    "KEEP",
+    "forked",
     "DROPPED",
     "TORN",
     "session_busy",

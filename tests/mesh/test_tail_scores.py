@@ -22,6 +22,7 @@ from meshnet.head.generator import Generator, TextModel
 from meshnet.head.hop_client import HopTimeouts, open_hop
 from meshnet.head.hop_times import HopTimesBook
 from meshnet.head.pipeline import Pipeline, PipelineKit
+from meshnet.head.prefixes import PrefixIndex
 from meshnet.head.recovery import Recovery, RecoveryLimits
 from meshnet.head.replay import ReplayBudget
 from meshnet.head.route_book import RouteBook
@@ -317,13 +318,15 @@ async def serve_cut(
 def pipeline_kit(background: Background) -> PipelineKit:
     def ignore(_: object) -> None: ...
 
+    budget = ReplayBudget(2**20)
     return PipelineKit(
         times=HopTimesBook(),
         recovery=Recovery(
             RecoveryLimits(), note=ignore, note_replay=ignore, clock=monotonic, jitter=lambda: 1.0
         ),
-        budget=ReplayBudget(2**20),
+        budget=budget,
         replay="exact",
+        prefixes=PrefixIndex(budget, exact=True),
         background=background,
         prefill_chunk_tokens=CHUNK_TOKENS,
     )

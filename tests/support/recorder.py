@@ -25,6 +25,7 @@ class SeenStep:
     start_layer: int
     step: str = ""
     epoch: int = 0
+    fork_of: str = ""
 
 
 @dataclass
@@ -79,6 +80,7 @@ def _seen(headers: Headers) -> SeenStep:
         start_layer=_number(headers.get("x-meshnet-start-layer", "-1")),
         step=headers.get("x-meshnet-step", ""),
         epoch=_number(headers.get("x-meshnet-epoch", "0")),
+        fork_of=headers.get("x-meshnet-fork-of", ""),
     )
 
 

@@ -12,7 +12,7 @@ from typing import Any, cast
 
 import torch
 from transformers import DynamicCache, PreTrainedConfig
-from transformers.cache_utils import CacheLayerMixin
+from transformers.cache_utils import CacheLayerMixin, DynamicLayer
 from transformers.utils.generic import ModelOutput
 
 from meshnet.errors import ModelError
@@ -62,6 +62,30 @@ class FamilyState:
             t.untyped_storage() for layer in self.cache.layers for t in _tensors_in(vars(layer))
         ]
         return sum({s.data_ptr(): s.nbytes() for s in storages}.values())
+
+    def fork(self, n_tokens: int) -> FamilyState | None:
+        """See CacheState.fork. None where a layer keeps more than all keys and values.
+
+        What slides or recurs has no state of fewer tokens any more. The others make new tensors
+        for every step and never write to one, so that whichever are found while a step is running
+        have the first tokens, and stay as they are.
+        """
+        plain = [layer for layer in self.cache.layers if type(layer) is DynamicLayer]
+        if len(plain) < len(self.cache.layers):
+            return None
+        cache = copy.copy(self.cache)
+        with torch.inference_mode():
+            cache.layers = [_first_tokens(layer, n_tokens) for layer in plain]
+        return FamilyState(cache)
+
+
+def _first_tokens(layer: DynamicLayer, n_tokens: int) -> Any:  # noqa: ANN401  # one of a list of unions
+    """A layer's keys and values of the first tokens, as views."""
+    keys, values = layer.keys, layer.values
+    first = copy.copy(layer)
+    if keys is not None and values is not None:  # else another layer's are used in its place
+        first.keys, first.values = keys[..., :n_tokens, :], values[..., :n_tokens, :]
+    return first
 
 
 def _tensors_in(value: object) -> Iterator[torch.Tensor]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass
 from typing import Final
 
@@ -45,11 +46,29 @@ class KeysValues:
         self._head_dim = head_dim
         self._window = window
         self._memory = _Memory(torch.empty((0, 2 * n_heads, head_dim), dtype=dtype), first=0)
+        self._is_shared = False
+        """Whether the memory is another one's, who writes to it behind the tokens that are ours."""
 
     @property
     def nbytes(self) -> int:
         """Bytes of memory held."""
         return self._memory.rows.nbytes
+
+    def fork(self, n_tokens: int) -> KeysValues | None:
+        """The first `n_tokens` tokens; None where those that are looked at next are not all here.
+
+        Another thread may be writing. That is safe: whoever moves to other memory copies first and
+        then takes its place by one assignment, which is read here once; and what was written for a
+        token is never written again, since a step begins behind all that are held. So in whatever
+        memory is found here, the first tokens are whole, and stay as they are.
+        """
+        memory = self._memory
+        if memory.first > self._oldest(n_tokens):
+            return None
+        fork = copy.copy(self)
+        fork._memory = memory
+        fork._is_shared = True
+        return fork
 
     def write(self, position: int, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Put in what comes at `position`; what was there and after it is gone.
@@ -64,7 +83,7 @@ class KeysValues:
             to. Views, good until the next call.
         """
         n_tokens = len(rows)
-        if position + n_tokens - self._memory.first > self._memory.room:
+        if self._is_shared or position + n_tokens - self._memory.first > self._memory.room:
             self._make_room(position, n_tokens)
         memory = self._memory
         memory.rows.narrow(0, position - memory.first, n_tokens).copy_(rows)
@@ -96,6 +115,7 @@ class KeysValues:
         rows = kept.new_empty((capacity(len(kept) + n_tokens), *kept.shape[1:]))
         rows[: len(kept)] = kept
         self._memory = _Memory(rows, oldest)
+        self._is_shared = False
 
 
 def capacity(n_tokens: int) -> int:

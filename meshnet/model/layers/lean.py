@@ -39,6 +39,16 @@ class LeanState:
         """Bytes of memory held."""
         return sum(layer.nbytes for layer in self.layers)
 
+    def fork(self, n_tokens: int) -> LeanState | None:
+        """See CacheState.fork.
+
+        The layers are looked at one after the other, and the compute thread may be between two of
+        them: each has the first tokens, whether or not it has those of the running step yet.
+        """
+        forks = [layer.fork(n_tokens) for layer in self.layers]
+        found = [fork for fork in forks if fork is not None]
+        return LeanState(found) if len(found) == len(forks) else None
+
 
 class Norm:
     """An RMS norm over the last axis: rows over the root of their mean square, times a weight.

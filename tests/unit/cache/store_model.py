@@ -27,6 +27,11 @@ class TokenState:
     def nbytes(self) -> int:
         return TOKEN_BYTES * len(self.tokens)
 
+    def fork(self, n_tokens: int) -> TokenState | None:
+        fork = TokenState()
+        fork.tokens = self.tokens[:n_tokens]
+        return fork
+
 
 @dataclass(frozen=True)
 class Sent:
@@ -36,6 +41,7 @@ class Sent:
         tokens: What it adds to the state.
         need_bytes: What it announces to add, which may be less than it does.
         hindrance: What keeps a step that fits from running: the queue, or the memory for a state.
+        fork_of: The session whose first tokens it begins with.
     """
 
     key: CacheKey
@@ -44,6 +50,7 @@ class Sent:
     need_bytes: int
     answer_nbytes: int
     hindrance: str | None = None
+    fork_of: SessionId | None = None
 
 
 @dataclass(frozen=True)
@@ -69,6 +76,8 @@ class Held:
     Attributes:
         state: The object that the store lent, to be lent again.
         reserved: What the running step announced, None while none runs.
+        kept: It was closed, and is there to be forked.
+        landed: A step was committed: what it takes was measured.
         last: The last step that was committed, and its answer.
     """
 
@@ -79,12 +88,14 @@ class Held:
     tokens: list[int] = field(default_factory=list[int])
     state: TokenState | None = None
     doomed: bool = False
+    kept: bool = False
+    landed: bool = False
     last: tuple[Sent, object] | None = None
 
     @property
     def nbytes(self) -> int:
         answer_nbytes = self.last[0].answer_nbytes if self.last else 0
-        return TOKEN_BYTES * len(self.tokens) + answer_nbytes
+        return TOKEN_BYTES * len(self.tokens) + answer_nbytes if self.landed else 0
 
     @property
     def idle(self) -> bool:
@@ -135,7 +146,8 @@ class StoreModel:
         held = self.held.get(sent.key.session)
         lowest = self.lowest_epoch(sent.key.session)
         if sent.ref.epoch < lowest:
-            return Outcome("stale_epoch", lowest, held=len(held.tokens) if held else 0)
+            n_held = len(held.tokens) if held and not held.kept else 0
+            return Outcome("stale_epoch", lowest, held=n_held)
         if held and not held.idle:
             return Outcome("session_busy", held=len(held.tokens))
         if held and held.last and sent.ref.step_id is not None:
@@ -143,7 +155,10 @@ class StoreModel:
             if (last.key, last.ref) == (sent.key, sent.ref):
                 return Outcome("replay", answer=answer)
         guarded = sent.ref.step_id is not None and sent.ref.epoch > 0
-        late = held is not None and guarded and sent.ref.epoch == held.epoch
+        goes_on = held is not None and not held.kept
+        late = held is not None and goes_on and guarded and sent.ref.epoch == held.epoch
+        if sent.fork_of is not None and not late:
+            return self._fork(sent, sent.fork_of)
         if sent.ref.past_len == 0 and not late:
             return self._admit(sent, None)
         return self._continue(sent, guarded=guarded)
@@ -156,6 +171,9 @@ class StoreModel:
             return
         held.tokens += sent.tokens
         held.reserved, held.last, held.last_used = None, (sent, answer), self.now
+        held.landed = True
+        if held.kept:
+            held.last = None
         self.expire()
         for session in self._victims(list(self.held), 0, 0) or []:
             self._drop(session, "evicted")
@@ -164,7 +182,7 @@ class StoreModel:
         """A lease was left without a commit."""
         self._end(sent.key.session, "unknown")
 
-    def release(self, session: SessionId, epoch: int) -> int | Outcome:
+    def release(self, session: SessionId, epoch: int, *, keep: bool) -> int | Outcome:
         """What a release gives: how many states went, or a refusal."""
         self.expire()
         held = self.held.get(session)
@@ -172,10 +190,14 @@ class StoreModel:
         if held is None:
             self._remember(session, "unknown", closed)
             return 0
-        if not held.doomed and epoch and epoch < held.epoch:
+        if not held.doomed and not held.kept and epoch and epoch < held.epoch:
             return Outcome("stale_epoch", held.epoch, held=len(held.tokens))
         held.epoch = max(held.epoch, closed)
         if held.doomed:
+            return 0
+        held.kept = keep
+        if keep:
+            held.last = None if held.idle else held.last
             return 0
         held.doomed = True
         if held.idle:
@@ -185,16 +207,40 @@ class StoreModel:
     def look(self, session: SessionId) -> Outcome:
         """What a guarded step at a position that never fits is told. It changes nothing."""
         held = self.held.get(session)
-        if held is None:
-            return self._miss(self._ended.get(session, ("unknown", 0))[0], 0)
-        if not held.idle:
+        if held and not held.idle:
             return Outcome("session_busy", held=len(held.tokens))
+        if held is None or held.kept:
+            return self._miss(self._ended.get(session, ("unknown", 0))[0], 0)
         return self._miss("length_mismatch", len(held.tokens))
+
+    def _fork(self, sent: Sent, of: SessionId) -> Outcome:
+        parent, past_len = self.held.get(of), sent.ref.past_len
+        if parent is None:
+            return self._miss(self._ended.get(of, ("unknown", 0))[0], 0)
+        if parent.key.start_layer != sent.key.start_layer:
+            return self._miss("route_mismatch", 0)
+        if len(parent.tokens) < past_len:
+            return self._miss("length_mismatch", 0)
+        if sent.hindrance == "queue":
+            return Outcome("queue_full")
+        parent.last_used = self.now
+        others = [other for other in self.held if other != sent.key.session]
+        victims = self._victims(others, 1, sent.need_bytes)
+        if victims is None:
+            return Outcome("cache_full")
+        if of in victims:
+            return self._miss("evicted", 0)
+        for victim in victims:
+            self._drop(victim, "evicted")
+        fork = Held(sent.key, sent.ref.epoch, self.now, sent.need_bytes, parent.tokens[:past_len])
+        self.held[sent.key.session] = fork
+        self._ended.pop(sent.key.session, None)
+        return Outcome("lent", held=past_len)
 
     def _continue(self, sent: Sent, *, guarded: bool) -> Outcome:
         session = sent.key.session
         held = self.held.get(session)
-        if held is None:
+        if held is None or held.kept:
             return self._miss(self._ended.get(session, ("unknown", 0))[0], 0)
         if held.key != sent.key:
             return self._miss("route_mismatch", 0)
@@ -226,9 +272,15 @@ class StoreModel:
         return Outcome("lent", held=len(held.tokens))
 
     def _victims(self, sessions: list[SessionId], n: int, nbytes: int) -> list[SessionId] | None:
-        """Who of `sessions` goes, the longest idle first, so that `n` more with `nbytes` fit."""
+        """Who of `sessions` goes, so that `n` more with `nbytes` fit.
+
+        The longest idle first, but before all others those that are kept.
+        """
         staying = {session: self.held[session] for session in sessions}
-        idle = sorted((s for s in staying if staying[s].idle), key=lambda s: staying[s].last_used)
+        idle = sorted(
+            (s for s in staying if staying[s].idle),
+            key=lambda s: (not staying[s].kept, staying[s].last_used),
+        )
         victims: list[SessionId] = []
         while (
             len(staying) + n > self.limits.max_sessions

@@ -74,6 +74,7 @@ class Running:
             need_bytes=sent.need_bytes,
             new_state=_no_memory if sent.hindrance == "memory" else TokenState,
             check=_no_place if sent.hindrance == "queue" else _is_well,
+            fork_of=sent.fork_of,
         )
         try:
             async with lease as held:
@@ -171,6 +172,7 @@ def _wishes(pasts: Sequence[int | None], epochs: Sequence[int]) -> st.SearchStra
 
 BEGINNINGS = _wishes([None], epochs=[0, 1, 1, -1])
 NEXT = _wishes([0], epochs=[0, 0, 0, 0, 1, -1])
+FORKS = _wishes([0], epochs=[0, 1, 1, 1, -1])
 MISPLACED = _wishes([-1, 1, 3], epochs=[0, 0, 1])
 ANY = _wishes([None, 0, 0, -1, 1], epochs=[0, 0, 0, 1, -1])
 ENDINGS = st.sampled_from(Ending)

@@ -9,8 +9,15 @@ from meshnet.ids import SessionId
 LIMITS = CacheLimits(ttl_s=10, max_sessions=3, max_bytes=100)
 
 
-def view(name: str, *, nbytes: int = 10, last_used: float = 0.0, leased: bool = False) -> EntryView:
-    return EntryView(CacheKey(SessionId(name), 0, 4), nbytes, last_used, leased)
+def view(
+    name: str,
+    *,
+    nbytes: int = 10,
+    last_used: float = 0.0,
+    leased: bool = False,
+    kept: bool = False,
+) -> EntryView:
+    return EntryView(CacheKey(SessionId(name), 0, 4), nbytes, last_used, leased, kept)
 
 
 def names(keys: tuple[CacheKey, ...]) -> list[str]:
@@ -79,6 +86,17 @@ def test_the_least_recently_used_goes_for_a_slot() -> None:
     """A new session takes the slot of the one used longest ago."""
     entries = [view("b", last_used=2), view("a", last_used=1), view("c", last_used=3)]
     assert names(plan(entries, Need(sessions=1)).evicted) == ["a"]
+
+
+def test_kept_ones_go_first() -> None:
+    """However lately they were used: those that somebody continues go after all of them."""
+    entries = [
+        view("a", last_used=1),
+        view("new", last_used=9, kept=True),
+        view("old", last_used=8, kept=True),
+    ]
+    assert names(plan(entries, Need(sessions=1)).evicted) == ["old"]
+    assert names(plan(entries, Need(sessions=3)).evicted) == ["old", "new", "a"]
 
 
 def test_as_many_go_as_the_bytes_ask_for() -> None:

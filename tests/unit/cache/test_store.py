@@ -16,6 +16,8 @@ from meshnet.errors import CacheFull, CacheMiss, MeshError, QueueFull, SessionBu
 from meshnet.ids import SessionId, StepId
 
 TTL_S = 600.0
+UNFORKABLE = 3
+"""No state can be cut at so many tokens."""
 
 
 class FakeClock:
@@ -34,6 +36,9 @@ class FakeState:
 
     def extend(self, n_tokens: int) -> None:
         self.nbytes += 10 * n_tokens
+
+    def fork(self, n_tokens: int) -> FakeState | None:
+        return None if n_tokens == UNFORKABLE else FakeState(10 * n_tokens)
 
 
 def no_state() -> FakeState:
@@ -61,6 +66,7 @@ class Bench:
         answer_nbytes: int = 0,
         need_bytes: int | None = None,
         check: Callable[[], None] = lambda: None,
+        fork_of: str | None = None,
     ) -> object:
         """Run a whole step, a fresh one at position 0; gives the answer, a stored one too."""
         async with self.store.lease(
@@ -70,6 +76,7 @@ class Bench:
             need_bytes=10 * n_tokens if need_bytes is None else need_bytes,
             new_state=FakeState,
             check=check,
+            fork_of=None if fork_of is None else SessionId(fork_of),
         ) as lease:
             if lease.replay is not None:
                 return lease.replay
@@ -118,6 +125,27 @@ class Bench:
         with pytest.raises(CacheMiss) as caught:
             await self.step(session, past_len, start_layer=start_layer)
         return caught.value.members["reason"]
+
+    async def fork(
+        self, session: str, of: str, past_len: int, *, epoch: int = 0, need_bytes: int | None = None
+    ) -> object:
+        """Run a step of one token that begins as a fork; gives why it misses, or None."""
+        needed = 10 * (past_len + 1) if need_bytes is None else need_bytes
+        step_id = "fork" if epoch else None
+        try:
+            await self.step(
+                session, past_len, fork_of=of, need_bytes=needed, epoch=epoch, step_id=step_id
+            )
+        except CacheMiss as miss:
+            self.store.check_integrity()
+            return miss.members["reason"]
+        return None
+
+    async def keep(self, session: str, epoch: int = 0) -> int:
+        """Close a session, and have it kept."""
+        n_freed = await self.store.release(SessionId(session), epoch, keep=True)
+        self.store.check_integrity()
+        return n_freed
 
     async def holds(self, session: str, past_len: int) -> bool:
         """Whether a step at this position would find its state. Drops one of another length."""
@@ -954,6 +982,172 @@ async def test_integrity_notices_a_state_changed_outside_a_lease(bench: Bench) -
         bench.store.check_integrity()
 
 
+class TestForks:
+    async def test_a_fork_goes_on_behind_what_it_has_of_another(self, bench: Bench) -> None:
+        """It holds the first tokens, and its own; the other session goes on as before."""
+        await bench.step("a", 0, 6)
+        assert await bench.fork("b", "a", 4) is None
+        assert await bench.holds("b", 5)
+        assert await bench.holds("a", 6)
+        assert bench.store.n_forks == 1
+
+    async def test_a_session_in_a_step_can_be_forked(self, bench: Bench) -> None:
+        """What it held before that step is there to be had."""
+        await bench.step("a", 0, 6)
+        async with bench.running("a", 6):
+            assert await bench.fork("b", "a", 7) == "length_mismatch"
+            assert await bench.fork("b", "a", 6) is None
+
+    async def test_an_unknown_session_cannot_be_forked(self, bench: Bench) -> None:
+        """The reason is the other session's."""
+        assert await bench.fork("b", "a", 4) == "unknown"
+        await bench.step("a", 0, 6)
+        bench.clock.now = TTL_S + 1
+        assert await bench.fork("b", "a", 4) == "expired"
+
+    async def test_another_start_layer_cannot_be_forked(self, bench: Bench) -> None:
+        """A state is of the layers that it was made for."""
+        await bench.step("a", 0, 6, start_layer=2)
+        assert await bench.fork("b", "a", 4) == "route_mismatch"
+
+    async def test_a_state_that_cannot_be_cut_is_no_fork(self, bench: Bench) -> None:
+        """Then nothing is changed: nobody goes for it."""
+        await bench.step("a", 0, 6)
+        await bench.step("b", 0, 6)
+        bench.clock.now = 1
+        assert await bench.fork("c", "a", UNFORKABLE) == "length_mismatch"
+        assert await bench.store.usage() == CacheUsage(2, 0, 120)
+
+    async def test_a_fork_replaces_what_its_session_held(self, bench: Bench) -> None:
+        """As any step does that begins a session; a late one does not."""
+        await bench.step("a", 0, 6)
+        await bench.step("b", 0, 9, epoch=1, step_id="x")
+        assert await bench.fork("b", "a", 4, epoch=1) == "length_mismatch"
+        assert await bench.fork("b", "a", 4, epoch=2) is None
+        assert await bench.store.usage() == CacheUsage(2, 0, 60 + 50)
+
+    async def test_a_forks_step_is_replayed(self, bench: Bench) -> None:
+        """Sent again it gets the stored answer, also when what was forked is gone."""
+        await bench.step("a", 0, 6)
+        await bench.fork("b", "a", 4, epoch=1)
+        await bench.store.release(SessionId("a"))
+        assert await bench.fork("b", "a", 4, epoch=1) is None
+        assert bench.store.n_forks == 1
+
+    async def test_a_refused_fork_makes_none(self, bench: Bench) -> None:
+        """With the queue full nothing is made and nobody goes."""
+        await bench.step("a", 0, 6)
+        with pytest.raises(QueueFull):
+            await bench.step("b", 4, fork_of="a", check=refuse)
+        assert await bench.store.usage() == CacheUsage(1, 0, 60)
+
+    async def test_a_fork_does_not_push_out_what_it_is_made_of(self) -> None:
+        """Where both find no room, nothing is changed; the session can begin without."""
+        bench = Bench(max_bytes=100)
+        await bench.step("a", 0, 6)
+        assert await bench.fork("b", "a", 4, need_bytes=50) == "evicted"
+        assert await bench.store.usage() == CacheUsage(1, 0, 60)
+        assert await bench.fork("b", "a", 3 + 1, need_bytes=40) is None
+
+    async def test_what_is_forked_was_used(self, bench: Bench) -> None:
+        """So that another session goes for the fork, though it was used later."""
+        await bench.step("a", 0, 6)
+        bench.clock.now = 1
+        await bench.step("b", 0, 6)
+        bench.clock.now = 2
+        assert await bench.fork("c", "a", 4) is None
+        assert await bench.miss("b", 6) == "evicted"
+
+    async def test_a_fork_counts_whole(self) -> None:
+        """Sharing lasts until it is written: what it comes to take is reserved before."""
+        bench = Bench(max_sessions=9, max_bytes=110)
+        await bench.step("a", 0, 6)
+        async with bench.running("b", need_bytes=10):
+            assert await bench.fork("c", "a", 4, need_bytes=50) == "evicted"
+
+
+class TestKept:
+    async def test_a_kept_session_can_be_forked(self, bench: Bench) -> None:
+        """Closed it is no session any more, but its tokens are there."""
+        await bench.step("a", 0, 6, answer_nbytes=7)
+        assert await bench.keep("a") == 0
+        assert await bench.store.usage() == CacheUsage(0, 0, 60, kept=1)
+        assert await bench.fork("b", "a", 4) is None
+
+    @pytest.mark.parametrize("epoch", [0, 1])
+    async def test_nothing_continues_a_kept_session(self, bench: Bench, epoch: int) -> None:
+        """Its next step is told what that of a closed one is, and the state stays."""
+        step_id = "x" if epoch else None
+        await bench.step("a", 0, 6, epoch=epoch, step_id=step_id)
+        await bench.keep("a", epoch)
+        if epoch:
+            assert await bench.stale(6, epoch=epoch) == {"expected": 2, "actual": 1, "held": 0}
+            assert (await bench.late(6, epoch=2)).members == {"reason": "unknown", "held": 0}
+        else:
+            assert await bench.miss("a", 6) == "unknown"
+        assert (await bench.store.usage()).kept == 1
+
+    async def test_a_kept_session_may_begin_anew(self, bench: Bench) -> None:
+        """In a new epoch, as a closed one may; what was kept is replaced."""
+        await bench.step("a", 0, 6, epoch=1, step_id="x")
+        await bench.keep("a", 1)
+        await bench.step("a", 0, 2, epoch=2, step_id="y")
+        assert await bench.store.usage() == CacheUsage(1, 0, 20)
+
+    async def test_a_kept_session_is_the_first_to_go(self) -> None:
+        """Before any that somebody continues, however long that one was idle."""
+        bench = Bench(max_sessions=2)
+        await bench.step("a", 0, 6)
+        bench.clock.now = 1
+        await bench.step("b", 0, 6)
+        await bench.keep("b")
+        await bench.step("c", 0, 6)
+        assert await bench.holds("a", 6)
+        assert await bench.miss("b", 6) == "evicted"
+
+    async def test_a_kept_session_expires(self, bench: Bench) -> None:
+        """After the same time as others."""
+        await bench.step("a", 0, 6)
+        await bench.keep("a")
+        bench.clock.now = TTL_S + 1
+        assert await bench.store.usage() == CacheUsage(0, 0, 0)
+
+    @pytest.mark.parametrize("epoch", [0, 1, 2])
+    async def test_a_kept_session_can_be_freed(self, bench: Bench, epoch: int) -> None:
+        """In any epoch: nobody steers it any more."""
+        await bench.step("a", 0, 6, epoch=1, step_id="x")
+        await bench.keep("a", 1)
+        assert await bench.keep("a", 1) == 0
+        assert await bench.store.release(SessionId("a"), epoch) == 1
+        assert await bench.store.usage() == CacheUsage(0, 0, 0)
+
+    async def test_a_session_closed_in_a_step_is_kept_with_that_steps_tokens(
+        self, bench: Bench
+    ) -> None:
+        """It lands as always, and nobody waits for it."""
+        await bench.step("a", 0, 6)
+        async with bench.running("a", 6):
+            await bench.keep("a")
+            with pytest.raises(SessionBusy):
+                await bench.step("a", 0)
+        assert await bench.store.usage() == CacheUsage(0, 0, 70, kept=1)
+        assert await bench.fork("b", "a", 7) is None
+
+    async def test_what_was_to_be_kept_can_be_freed_in_the_same_step(self, bench: Bench) -> None:
+        """The later word counts."""
+        async with bench.running("a"):
+            await bench.keep("a")
+            assert await bench.store.release(SessionId("a")) == 1
+            assert await bench.keep("a") == 0
+        assert await bench.store.usage() == CacheUsage(0, 0, 0)
+
+    async def test_nothing_is_kept_of_a_session_that_is_not_here(self, bench: Bench) -> None:
+        """Its end is noted as any other."""
+        assert await bench.keep("a", 1) == 0
+        assert await bench.store.usage() == CacheUsage(0, 0, 0)
+        assert (await bench.stale(0, epoch=1))["expected"] == 2
+
+
 @dataclass(frozen=True)
 class Visit:
     """What one task of the storm does: a step, held for so many turns of the loop, then an end."""
@@ -967,6 +1161,7 @@ class Visit:
     turns: int
     grows: int
     ending: str
+    fork_of: str | None
 
 
 visits = st.builds(
@@ -980,9 +1175,10 @@ visits = st.builds(
     turns=st.integers(0, 4),
     grows=st.integers(0, 6),
     ending=st.sampled_from(["commit", "commit", "commit", "return", "raise"]),
+    fork_of=st.sampled_from([None, None, *"abcd"]),
 )
 turns = st.tuples(
-    st.sampled_from(["cancel", "cancel", "release", "sweep", "wait"]),
+    st.sampled_from(["cancel", "cancel", "release", "keep", "sweep", "wait"]),
     st.integers(0, 19),
     st.sampled_from([0.0, 1.0, TTL_S]),
 )
@@ -995,6 +1191,7 @@ async def visit(store: SessionCacheStore[FakeState], plan: Visit) -> None:
         fresh=plan.past_len == 0,
         need_bytes=plan.need_bytes,
         new_state=FakeState,
+        fork_of=SessionId(plan.fork_of) if plan.fork_of and plan.past_len else None,
     ) as lease:
         for _ in range(plan.turns):
             await asyncio.sleep(0)  # a turn of the loop, as a forward on another thread takes
@@ -1018,9 +1215,10 @@ async def test_a_storm_of_cancellations_leaves_the_store_whole(
         bench.clock.now += seconds
         if deed == "cancel" and tasks:
             tasks[which % len(tasks)].cancel()
-        elif deed == "release":
+        elif deed in {"release", "keep"}:
+            session, epoch = SessionId("abcd"[which % 4]), which // 4 % 3
             with contextlib.suppress(StaleEpoch):
-                await bench.store.release(SessionId("abcd"[which % 4]), which // 4 % 3)
+                await bench.store.release(session, epoch, keep=deed == "keep")
         elif deed == "sweep":
             await bench.store.sweep()
         await asyncio.sleep(0)

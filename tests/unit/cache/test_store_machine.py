@@ -37,6 +37,7 @@ from tests.unit.cache.store_steps import (
     ANY,
     BEGINNINGS,
     ENDINGS,
+    FORKS,
     MAYBE_ENDINGS,
     MISPLACED,
     NEXT,
@@ -87,6 +88,26 @@ class StoreMachine(RuleBasedStateMachine):
     @rule(wish=NEXT, ending=MAYBE_ENDINGS)
     def go_on(self, wish: Wish, ending: Ending | None) -> None:
         self._send(self._make(wish), ending)
+
+    @rule(
+        wish=FORKS,
+        number=st.integers(0, 5),
+        short=st.integers(-1, 3),
+        ending=MAYBE_ENDINGS,
+    )
+    def fork(self, wish: Wish, number: int, short: int, ending: Ending | None) -> None:
+        """A session begins with another one's tokens, but for the last few."""
+        there = [session for session in self.model.held if session != wish.session]
+        parent = [*there, *SESSIONS][number]
+        if parent != wish.session:
+            held = self.model.held.get(parent)
+            past_len = max(1, (len(held.tokens) if held else 2) - short)
+            made = self._make(wish)
+            need_bytes = made.need_bytes + TOKEN_BYTES * past_len
+            ref = replace(made.ref, past_len=past_len)
+            forked = replace(made, ref=ref, need_bytes=need_bytes, fork_of=parent)
+            self.sent[-1] = forked
+            self._send(forked, ending)
 
     @rule(wish=MISPLACED)
     def misplace(self, wish: Wish) -> None:
@@ -150,11 +171,14 @@ class StoreMachine(RuleBasedStateMachine):
     @rule(
         session=st.sampled_from(SESSIONS),
         epoch=st.one_of(st.none(), st.integers(-2, 1)),
+        keep=st.booleans(),
     )
-    def release(self, session: SessionId, epoch: int | None) -> None:
+    def release(self, session: SessionId, epoch: int | None, *, keep: bool) -> None:
         wanted = 0 if epoch is None else max(0, self.model.lowest_epoch(session) + epoch)
-        expected = self.model.release(session, wanted)
-        assert self.loop.run_until_complete(self._released(session, wanted)) == expected
+        expected = self.model.release(session, wanted, keep=keep)
+        released = self._released(session, wanted, keep=keep)
+        assert self.loop.run_until_complete(released) == expected
+        self.seen["kept"] += any(held.kept for held in self.model.held.values())
 
     @rule(seconds=st.sampled_from([TTL_S / 2, TTL_S, 2 * TTL_S]))
     def wait(self, seconds: float) -> None:
@@ -207,7 +231,7 @@ class StoreMachine(RuleBasedStateMachine):
         while self.open:
             self._end(self.open[0], list(Ending)[len(self.open) % len(Ending)])
         for session in SESSIONS:
-            self.release(session, None)
+            self.release(session, None, keep=False)
         self.store.check_integrity()
         assert self.loop.run_until_complete(self.store.usage()) == CacheUsage(0, 0, 0)
         assert asyncio.all_tasks(self.loop) == set()
@@ -269,7 +293,7 @@ class StoreMachine(RuleBasedStateMachine):
         await second.begun()
         self._compare(first, self.model.begin(sent))
         if release is not None and releasing is not None:
-            assert await releasing == self.model.release(*release)
+            assert await releasing == self.model.release(*release, keep=False)
         self._compare(second, self.model.begin(other))
 
     async def _cancelled_in_the_queue(self, sent: Sent, its_turn_had_come: bool) -> bool:
@@ -291,7 +315,9 @@ class StoreMachine(RuleBasedStateMachine):
         outcome = running.outcome.result()
         assert outcome == expected
         reason = f" {expected.reason}" if expected.what == "cache_miss" else ""
+        forked = " fork" if running.sent.fork_of else ""
         self.seen[f"{expected.what}{reason}"] += 1
+        self.seen[f"{expected.what}{reason}{forked}"] += bool(forked)
         if expected.what != "lent":
             return
         held = self.model.held[running.sent.key.session]
@@ -317,16 +343,22 @@ class StoreMachine(RuleBasedStateMachine):
             self.model.fail(running.sent)
         self.seen[f"left by {ending.name}"] += 1
 
-    async def _released(self, session: SessionId, epoch: int) -> int | Outcome:
+    async def _released(
+        self, session: SessionId, epoch: int, *, keep: bool = False
+    ) -> int | Outcome:
         try:
-            return await self.store.release(session, epoch)
+            return await self.store.release(session, epoch, keep=keep)
         except StaleEpoch as error:
             return outcome_of(error)
 
     def _check_usage(self) -> None:
         held = self.model.held.values()
+        n_kept = sum(one.kept for one in held)
         expected = CacheUsage(
-            len(held), sum(not one.idle for one in held), sum(one.nbytes for one in held)
+            len(held) - n_kept,
+            sum(not one.idle for one in held),
+            sum(one.nbytes for one in held),
+            n_kept,
         )
         assert self.loop.run_until_complete(self.store.usage()) == expected
 
@@ -358,6 +390,10 @@ EVERYTHING = {
     "MemoryError",
     *(f"cache_miss {r}" for r in ("unknown", "expired", "evicted", "length_mismatch")),
     "cache_miss route_mismatch",
+    "kept",
+    "lent fork",
+    "cache_full fork",
+    *(f"cache_miss {r} fork" for r in ("unknown", "evicted", "length_mismatch", "route_mismatch")),
     *(f"left by {ending.name}" for ending in Ending),
 }
 

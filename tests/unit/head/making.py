@@ -19,6 +19,7 @@ from meshnet.head.hop_client import HopClient, HopTimeouts
 from meshnet.head.hop_session import HopSession
 from meshnet.head.hop_times import HopTimesBook
 from meshnet.head.pipeline import Pipeline, PipelineKit
+from meshnet.head.prefixes import PrefixIndex
 from meshnet.head.recovery import Recovery, RecoveryLimits
 from meshnet.head.replay import InputLog, ReplayBudget, ReplayMode
 from meshnet.head.route_book import RouteBook
@@ -243,7 +244,9 @@ class LiveShard:
         if request.method == "DELETE":
             epoch = headers.parse_epoch(request.headers.get(headers.EPOCH))
             self.closed.append(epoch)
-            await self._worker.close(SessionId(request.url.path.rpartition("/")[2]), epoch)
+            session = SessionId(request.url.path.rpartition("/")[2])
+            keep = headers.parse_keep(request.headers.get(headers.KEEP))
+            await self._worker.close(session, epoch, keep=keep)
             return httpx.Response(204)
         if request.method == "GET":
             self.looks += 1
@@ -291,6 +294,7 @@ class Mesh:
     known: dict[str, Hop] = field(default_factory=dict[str, Hop])
 
     def __post_init__(self) -> None:
+        budget = ReplayBudget(self.max_bytes)
         self.kit = PipelineKit(
             times=HopTimesBook(),
             recovery=Recovery(
@@ -301,8 +305,9 @@ class Mesh:
                 jitter=lambda: 1.0,
                 sleep=self.clock.sleep,
             ),
-            budget=ReplayBudget(self.max_bytes),
+            budget=budget,
             replay=self.replay,
+            prefixes=PrefixIndex(budget, exact=self.replay == "exact"),
             background=self.background,
             prefill_chunk_tokens=self.chunk_tokens,
         )
@@ -329,10 +334,12 @@ class Mesh:
             trace=trace or Trace(),
         )
 
-    def pipeline(self, *endpoints: str, trace: Trace | None = None) -> Pipeline:
-        """The session over the shards of these endpoints."""
+    def pipeline(
+        self, *endpoints: str, trace: Trace | None = None, session: SessionId = SESSION
+    ) -> Pipeline:
+        """A session over the shards of these endpoints."""
         route = build_route([self.hop(endpoint) for endpoint in endpoints])
-        return Pipeline(route, self.book, self.kit, trace or Trace(), SESSION)
+        return Pipeline(route, self.book, self.kit, trace or Trace(), session)
 
 
 @asynccontextmanager

@@ -19,6 +19,7 @@ from meshnet.head.call import Trace
 from meshnet.head.generator import Detokenizer, Generator, TextModel
 from meshnet.head.hop_times import HopTimesBook
 from meshnet.head.pipeline import Pipeline, PipelineKit
+from meshnet.head.prefixes import PrefixIndex
 from meshnet.head.recovery import Recovery, RecoveryLimits
 from meshnet.head.replay import ReplayBudget
 from meshnet.head.route_book import RouteBook
@@ -95,7 +96,9 @@ class FakePipeline(Pipeline):
             jitter=lambda: 0.0,
         )
         book = RouteBook([HopSpec(A)], {}, clock=FakeClock(), jitter=lambda: 0.0)
-        kit = PipelineKit(HopTimesBook(), recovery, ReplayBudget(0), "exact", background, 512)
+        budget = ReplayBudget(0)
+        prefixes = PrefixIndex(budget, exact=True)
+        kit = PipelineKit(HopTimesBook(), recovery, budget, "exact", prefixes, background, 512)
         super().__init__(route_over([A], **changed), book, kit, Trace())
         self._answers = iter(answers)
         self.asked: list[Asked] = []

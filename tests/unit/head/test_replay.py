@@ -48,26 +48,57 @@ def ids_of(fed: list[FedFrame]) -> list[int]:
 
 def test_room_is_taken_up_to_the_last_byte() -> None:
     """What fits exactly is taken."""
-    budget = ReplayBudget(10)
+    budget = ReplayBudget(12)
 
-    assert (budget.take(10), budget.used_bytes) == (True, 10)
+    assert (budget.take(frame_of(0, 3)), budget.used_bytes) == (True, 12)
 
 
 def test_without_room_nothing_is_taken() -> None:
     """A refusal leaves the budget as it was."""
-    budget = ReplayBudget(10)
-    budget.take(6)
+    budget, frame = ReplayBudget(12), frame_of(0, 2)
+    budget.take(frame)
 
-    assert (budget.take(5), budget.used_bytes) == (False, 6)
+    assert (budget.take(frame_of(2, 2)), budget.used_bytes) == (False, 8)
 
 
 def test_what_was_given_back_can_be_taken_again() -> None:
     """Room is free when its taker gave it back."""
-    budget = ReplayBudget(10)
-    budget.take(10)
-    budget.give_back(4)
+    budget, frame = ReplayBudget(12), frame_of(0, 3)
+    budget.take(frame)
+    budget.give_back(frame)
 
-    assert (budget.take(4), budget.used_bytes) == (True, 10)
+    assert (budget.take(frame_of(3, 3)), budget.used_bytes) == (True, 12)
+
+
+def test_an_input_that_two_hold_counts_once() -> None:
+    """It takes its room with the first who holds it, and gives it back with the last."""
+    budget, frame = ReplayBudget(12), frame_of(0, 3)
+    budget.take(frame)
+    used = [budget.used_bytes]
+    assert budget.take(frame)
+    used.append(budget.used_bytes)
+    for _ in range(2):
+        budget.give_back(frame)
+        used.append(budget.used_bytes)
+
+    assert used == [12, 12, 12, 0]
+
+
+def test_what_can_be_spared_makes_room() -> None:
+    """One after the other is given up until there is room, and no more."""
+    budget = ReplayBudget(12)
+    spare = [frame_of(start, 1) for start in range(3)]
+    for frame in spare:
+        budget.take(frame)
+
+    def give_up_one() -> bool:
+        if spare:
+            budget.give_back(spare.pop())
+        return bool(spare)
+
+    budget.make_room = give_up_one
+
+    assert (budget.take(frame_of(3, 2)), budget.used_bytes, len(spare)) == (True, 12, 1)
 
 
 # --- the log ---
@@ -238,3 +269,58 @@ def test_the_budget_is_never_overdrawn(deeds: list[tuple[int, int]], max_bytes: 
 
     assert all(0 <= used <= max_bytes for used in seen)
     assert budget.used_bytes == 0
+
+
+# --- beginning as another log ---
+
+
+@given(LENGTHS, st.integers(1, 40), st.integers(0, 3))
+def test_a_log_begins_as_another_one(lengths: list[int], n_tokens: int, width: int) -> None:
+    """The first tokens come in the calls of the other log, the last one of them cut."""
+    other, budget = log_of(lengths, width=width)
+    n_tokens = min(n_tokens, sum(lengths))
+    log = InputLog(budget, "exact")
+    log.begin_as(other, n_tokens)
+    fed = list(log.replay(0, n_tokens, 512))
+
+    assert [one.past_len for one in fed] == [0, *(one.end for one in fed[:-1])]
+    assert [one.frame for one in fed] == [
+        frame_of(one.past_len, one.frame.n_tokens, width=width) for one in fed
+    ]
+    assert [one.end for one in fed[:-1]] == [one.end for one in other.replay(0, sum(lengths), 512)][
+        : len(fed) - 1
+    ]
+
+
+def test_shared_inputs_take_room_once() -> None:
+    """Only the part of a call that was cut is new; it all comes back with the last log."""
+    other, budget = log_of([2, 3, 4])
+    log = InputLog(budget, "exact")
+    log.begin_as(other, 6)
+    used = [budget.used_bytes]
+    other.clear()
+    used.append(budget.used_bytes)
+    log.clear()
+    used.append(budget.used_bytes)
+
+    assert used == [36 + 4, 6 * 4, 0]
+
+
+@pytest.mark.parametrize("n_kept", [0, 5])
+def test_a_log_cannot_begin_as_one_that_kept_too_little(n_kept: int) -> None:
+    """It keeps nothing then: it would have a gap."""
+    other, budget = log_of([n_kept] if n_kept else [])
+    log = InputLog(budget, "exact")
+    log.begin_as(other, 6)
+    log.add(6, frame_of(6, 1))
+
+    assert log.nbytes == 0
+    with pytest.raises(InputsDropped):
+        log.replay(0, 7, 512)
+
+
+def test_the_last_end_of_a_call() -> None:
+    """Where a fork of at most so many tokens can begin and be fed again in the same calls."""
+    log, _ = log_of([2, 1, 3])
+
+    assert [log.last_end(n) for n in range(8)] == [0, 0, 2, 3, 3, 3, 6, 6]

@@ -9,6 +9,7 @@ import pytest
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
 from meshnet.generation import TokenEvent
+from meshnet.openai.bodies import usage
 from meshnet.openai.chat_answer import ChatForm, ChatWriter
 from meshnet.openai.errors import error_body
 from meshnet.openai.stream import DONE, Chunk
@@ -137,7 +138,7 @@ def test_one_body_is_the_same_answer() -> None:
                 "logprobs": None,
             }
         ],
-        "usage": {"prompt_tokens": 3, "completion_tokens": 4, "total_tokens": 7},
+        "usage": usage(prompt_tokens=3, completion_tokens=4, cached_tokens=0),
     }
 
 
@@ -174,7 +175,7 @@ def test_several_choices_are_one_body() -> None:
     body: Any = writer.body()
 
     assert [choice["message"]["content"] for choice in body["choices"]] == ["a", "b"]
-    assert body["usage"] == {"prompt_tokens": 3, "completion_tokens": 2, "total_tokens": 5}
+    assert body["usage"] == usage(prompt_tokens=3, completion_tokens=2, cached_tokens=0)
 
 
 # Counts.
@@ -186,7 +187,7 @@ def test_usage_is_one_last_chunk_when_asked_for() -> None:
 
     assert [chunk["usage"] for chunk in chunks] == [None] * 4
     assert last["choices"] == []
-    assert last["usage"] == {"prompt_tokens": 3, "completion_tokens": 4, "total_tokens": 7}
+    assert last["usage"] == usage(prompt_tokens=3, completion_tokens=4, cached_tokens=0)
 
 
 def test_usage_is_not_sent_unasked() -> None:
@@ -220,6 +221,19 @@ def test_tokens_of_a_tail_that_knows_text_only_are_counted() -> None:
 
     assert whole(events)["usage"]["completion_tokens"] == 3
     assert whole(events, replace(FORM, token_ids=True))["choices"][0]["token_ids"] == []
+
+
+def test_what_all_choices_did_not_compute_is_cached() -> None:
+    """A prompt counts once: what one choice has of another one was computed for the request."""
+    form = replace(FORM, usage_at_end=True, usage_always=True)
+    writer = ChatWriter(form, [None, None])
+    told: list[Any] = []
+    for index, n_cached in ((1, 40), (0, 2)):
+        told += writer.take(index, TokenEvent("a", 1, n_cached=n_cached))
+    told += writer.take(0, TokenEvent("b", 2, "stop"))
+    usages = [chunk.data["usage"]["prompt_tokens_details"] for chunk in told]
+
+    assert [details["cached_tokens"] for details in usages] == [40, 2, 2, 2]
 
 
 # Scores and ids.

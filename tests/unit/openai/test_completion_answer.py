@@ -9,6 +9,7 @@ import pytest
 from openai.types import Completion
 
 from meshnet.generation import FinishReason, TokenEvent
+from meshnet.openai.bodies import usage
 from meshnet.openai.completion_answer import CompletionForm, CompletionWriter, Prompt
 from meshnet.openai.errors import error_body
 from meshnet.openai.stream import DONE, Chunk
@@ -110,7 +111,7 @@ def test_a_body_has_openais_keys(form: CompletionForm, tokenizer: ChatTokenizer)
         **IDENTITY,
         "object": "text_completion",
         "choices": [{"text": "ab 🌶", "index": 0, "logprobs": None, "finish_reason": "stop"}],
-        "usage": {"prompt_tokens": 2, "completion_tokens": 8, "total_tokens": 10},
+        "usage": usage(prompt_tokens=2, completion_tokens=8, cached_tokens=0),
     }
     Completion.model_validate(body, strict=True)
 
@@ -269,7 +270,7 @@ def test_nothing_generated_is_an_echo_alone(form: CompletionForm, tokenizer: Cha
     assert choice_of(body)["text"] == "ab"
     assert choice_of(body)["finish_reason"] == "length"
     assert choice_of(body)["logprobs"]["token_logprobs"] == [None, -0.5]
-    assert body["usage"] == {"prompt_tokens": 2, "completion_tokens": 0, "total_tokens": 2}
+    assert body["usage"] == usage(prompt_tokens=2, completion_tokens=0, cached_tokens=0)
     *_, closing, last = streamed(form, [prompt], [(0, nothing)])
     assert choice_of(closing)["finish_reason"] == "length"
     assert last["usage"] == body["usage"]
@@ -317,7 +318,20 @@ def test_choices_are_numbered_prompt_by_prompt(
 
     assert [choice["index"] for choice in body["choices"]] == [0, 1, 2, 3, 4, 5]
     assert [choice["text"] for choice in body["choices"]] == ["ax", "ax", "bx", "bx", "cx", "cx"]
-    assert body["usage"] == {"prompt_tokens": 3, "completion_tokens": 6, "total_tokens": 9}
+    assert body["usage"] == usage(prompt_tokens=3, completion_tokens=6, cached_tokens=0)
+
+
+def test_cached_tokens_are_summed_over_prompts(
+    form: CompletionForm, tokenizer: ChatTokenizer
+) -> None:
+    """Of each prompt counts what none of its choices had to have computed."""
+    prompts = [prompt_of(tokenizer, text) for text in "ab"]
+    (event,) = events_of(tokenizer, "x", "length")
+    n_cached = [5, 3, 0, 9]
+    events = [(index, replace(event, n_cached=n)) for index, n in enumerate(n_cached)]
+    body = whole(replace(form, n=2), prompts, events)
+
+    assert body["usage"]["prompt_tokens_details"] == {"cached_tokens": 3}
 
 
 def test_usage_is_not_sent_unasked(form: CompletionForm, tokenizer: ChatTokenizer) -> None:
@@ -337,7 +351,7 @@ def test_usage_is_one_last_chunk_when_asked_for(
 
     assert [chunk["usage"] for chunk in chunks] == [None, None, None]
     assert last["choices"] == []
-    assert last["usage"] == {"prompt_tokens": 1, "completion_tokens": 3, "total_tokens": 4}
+    assert last["usage"] == usage(prompt_tokens=1, completion_tokens=3, cached_tokens=0)
     assert {name: last[name] for name in IDENTITY} == IDENTITY
 
 

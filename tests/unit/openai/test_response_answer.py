@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any, Final, cast
 
@@ -310,6 +311,14 @@ def test_reasoning_alone_needs_no_message() -> None:
     assert [(item["type"], item["status"]) for item in last["output"]] == [
         ("reasoning", "incomplete")
     ]
+
+
+def test_cached_tokens_are_told() -> None:
+    """What the first token says of the prompt is in the usage at the end."""
+    first, *others = HELLO
+    last = stream([replace(first, n_cached=5), *others, END])[-1]
+
+    assert last["response"]["usage"]["input_tokens_details"]["cached_tokens"] == 5
 
 
 def test_tokens_of_reasoning_are_counted() -> None:

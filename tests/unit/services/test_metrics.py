@@ -50,6 +50,17 @@ async def test_a_generations_tokens_are_counted_for_its_model() -> None:
     assert generations == {'{model="m",outcome="stop"}': 1}
 
 
+async def test_cached_tokens_are_counted() -> None:
+    """Tokens of prompts that were not computed again, by model."""
+    metrics = HeadMetrics()
+    for n_cached in (40, 2):
+        events = [TokenEvent("a", n_cached=n_cached), TokenEvent("b", finish_reason="stop")]
+        async for _ in metrics.observed(events_of(events), "m"):
+            pass
+
+    assert one(metrics, 'meshnet_head_cached_tokens_total{model="m"}') == 42
+
+
 async def test_scores_of_a_prompt_are_no_tokens() -> None:
     """A generation of nothing counts none."""
     metrics = HeadMetrics()

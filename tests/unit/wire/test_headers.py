@@ -17,6 +17,7 @@ from meshnet.wire.headers import (
     parse,
     parse_dtype,
     parse_epoch,
+    parse_keep,
     parse_shape,
     render,
 )
@@ -48,10 +49,11 @@ def steps(draw: st.DrawFn) -> StepHeaders:
     dtype: Dtype = draw(st.sampled_from(sorted(ITEMSIZE)))
     sampling = draw(st.none() | samplings)
     push_id = draw(st.none() | tokens) if mode != "stateless" else None
+    past_len = draw(st.integers(least_past, most_past))
     return StepHeaders(
         session=draw(tokens if mode != "stateless" else st.none() | tokens),
         cache=mode,
-        past_len=draw(st.integers(least_past, most_past)),
+        past_len=past_len,
         shape=draw(st.tuples(axes, axes) | st.tuples(axes, axes, axes)),
         dtype=dtype,
         start_layer=draw(st.none() | st.integers(0, MAX)),
@@ -59,6 +61,7 @@ def steps(draw: st.DrawFn) -> StepHeaders:
         step=draw(st.none() | tokens),
         epoch=draw(st.integers(0, MAX)),
         boot=draw(st.none() | tokens),
+        fork_of=draw(st.none() | tokens.map("of-".__add__)) if past_len else None,
         sampling=sampling,
         context_bytes=draw(st.integers(0, MAX_CONTEXT_BYTES if sampling else 0)),
         input_id=draw(st.none() | tokens) if mode != "stateless" else None,
@@ -236,6 +239,43 @@ def test_mode_and_past_agree(mode: str, past_len: int) -> None:
     members = refusal({"X-Meshnet-Cache": mode, "X-Meshnet-Past-Len": str(past_len)})
 
     assert ("X-Meshnet-Past-Len", past_len) == (members["field"], members["value"])
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"X-Meshnet-Past-Len": "0"},
+        {"X-Meshnet-Past-Len": "0", "X-Meshnet-Cache": "stateless"},
+        {"X-Meshnet-Fork-Of": "s"},
+        {"X-Meshnet-Fork-Of": "no token"},
+    ],
+    ids=["first step", "stateless", "its own session", "malformed"],
+)
+def test_a_fork_is_of_another_sessions_tokens(changed: dict[str, str]) -> None:
+    """It has at least one, and goes on behind them; the refusal names the header."""
+    fork = {"X-Meshnet-Fork-Of": "other", "X-Meshnet-Past-Len": "6"}
+    assert parse(CACHED | fork).fork_of == "other"
+
+    assert refusal(fork | changed)["field"] == "X-Meshnet-Fork-Of"
+
+
+@pytest.mark.parametrize(("text", "keep"), [(None, False), ("0", False), ("1", True)])
+def test_whether_a_session_is_kept_is_read(text: str | None, *, keep: bool) -> None:
+    """Only where it says so."""
+    assert parse_keep(text) == keep
+
+
+@pytest.mark.parametrize("text", ["", "2", "true", "1 ", "9" * 5000])
+def test_what_is_neither_yes_nor_no_is_refused(text: str) -> None:
+    """The refusal names the header, at most 200 characters of what it was, and the rule."""
+    with pytest.raises(InvalidRequest) as caught:
+        parse_keep(text)
+
+    assert caught.value.members == {
+        "field": "X-Meshnet-Keep",
+        "value": text[:200],
+        "allowed": "0 or 1",
+    }
 
 
 OUR_NAMES = [field.alias for field in StepHeaders.model_fields.values()]
