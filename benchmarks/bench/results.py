@@ -37,9 +37,12 @@ class Result:
         return self.value >= self.target if self.better == "higher" else self.value <= self.target
 
 
-def median_of(name: str, values: Sequence[float], unit: str, better: Better) -> Result:
+def median_of(
+    name: str, values: Sequence[float], unit: str, better: Better, target: float | None = None
+) -> Result:
     """The median of some measurements."""
-    return Result(name, _rounded(median(values)), unit, better, {"values": _all_rounded(values)})
+    raw = {"values": _all_rounded(values)}
+    return Result(name, _rounded(median(values)), unit, better, raw, target)
 
 
 def ratio(

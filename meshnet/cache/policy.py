@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Final
 
 from meshnet.ids import SessionId
 
@@ -69,6 +70,9 @@ class Plan:
 
     expired: tuple[CacheKey, ...]
     evicted: tuple[CacheKey, ...]
+
+
+NOBODY_GOES: Final = Plan((), ())
 
 
 def plan_room(

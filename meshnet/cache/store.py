@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter, OrderedDict
-from collections.abc import AsyncGenerator, Callable, Iterable
+from collections.abc import AsyncGenerator, Callable, Collection
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Final, Generic
 
 from meshnet.cache.entry import Commit, Ended, Entry, Lease, StateT, StepRef
-from meshnet.cache.policy import CacheKey, CacheLimits, Need, Plan, plan_room
+from meshnet.cache.policy import NOBODY_GOES, CacheKey, CacheLimits, Need, Plan, plan_room
 from meshnet.errors import CacheFull, CacheMiss, MissReason, SessionBusy, StaleEpoch
 from meshnet.ids import SessionId
 
@@ -348,7 +348,9 @@ class SessionCacheStore(Generic[StateT]):
         others = [e for e in self._entries.values() if e.key.session != session]
         return self._plan(others, Need(sessions=1, nbytes=nbytes))
 
-    def _plan(self, entries: Iterable[Entry[StateT]], need: Need) -> Plan:
+    def _plan(self, entries: Collection[Entry[StateT]], need: Need) -> Plan:
+        if self._is_roomy(entries, need):
+            return NOBODY_GOES
         views = [entry.view() for entry in entries]
         plan = plan_room(views, self.limits, need, now=self._clock())
         if plan is None:
@@ -363,6 +365,17 @@ class SessionCacheStore(Generic[StateT]):
                 max_sessions=self.limits.max_sessions,
             )
         return plan
+
+    def _is_roomy(self, entries: Collection[Entry[StateT]], need: Need) -> bool:
+        """Whether nobody has to go: so it is at nearly every step, and a plan takes its time."""
+        limits, now = self.limits, self._clock()
+        if any(not entry.leased and now - entry.last_used > limits.ttl_s for entry in entries):
+            return False
+        used = sum(entry.nbytes + entry.reserved for entry in entries)
+        return (
+            len(entries) + need.sessions <= limits.max_sessions
+            and used + need.nbytes <= limits.max_bytes
+        )
 
     def _carry_out(self, plan: Plan) -> None:
         for key in plan.expired:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from meshnet.errors import MeshError
 from meshnet.generation import NO_CONTEXT, Sampling, SamplingContext
 from meshnet.head.hop_client import HopClient
+from meshnet.head.request_times import RequestTimes
 from meshnet.topology import Hop
 from meshnet.wire.frames import Frame
 from meshnet.wire.headers import CacheMode
@@ -15,10 +16,11 @@ from meshnet.wire.headers import CacheMode
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """What ties the logs of all hops to one request."""
+    """What ties the logs of all hops to one request, and where its time went."""
 
     request_id: str | None = None
     traceparent: str | None = None
+    times: RequestTimes = field(default_factory=RequestTimes, compare=False)
 
 
 @dataclass(frozen=True, slots=True)

@@ -144,6 +144,7 @@ class _Answer:
         """The tail's answer after the tokens so far."""
         context = await self._context()
         answer = await self._step(context, score=score)
+        self._pipeline.times.note_token()
         self._check(answer, context, self._request.prompt_ids[1:] if score else ())
         return answer
 

@@ -56,8 +56,11 @@ class HopAnswer:
 
     result: Frame | TailAnswer
     step_ms: float
+    """The round trip as the head sees it; the others are parts of it."""
     queue_ms: float
     compute_ms: float
+    serialise_ms: float
+    """Making and reading headers and bodies, on both sides."""
     pushed: bool = False
 
 
@@ -118,8 +121,10 @@ class HopClient:
         if stream is not None:
             return await self.step_on(stream, step, body, limit_s)
         started_at = perf_counter()
-        response = await self._post(headers.render(step), body, limit_s, max_answer_bytes)
-        return self._as_answer(response, started_at)
+        named = headers.render(step)
+        made_s = perf_counter() - started_at
+        response = await self._post(named, body, limit_s, max_answer_bytes)
+        return self._as_answer(response, started_at, made_s)
 
     async def step_on(
         self, stream: HopStream, step: StepHeaders, body: bytes, limit_s: float | None
@@ -129,9 +134,11 @@ class HopClient:
         Unlike a POST, the wait for the answer may be cancelled.
         """
         started_at = perf_counter()
-        answer = await stream.exchange(headers.render(step), body, limit_s)
+        named = headers.render(step)
+        made_s = perf_counter() - started_at
+        answer = await stream.exchange(named, body, limit_s)
         response = self._check(answer.status, answer.headers, answer.body)
-        return self._as_answer(response, started_at)
+        return self._as_answer(response, started_at, made_s)
 
     async def close_session(self, session: SessionId, epoch: int, *, keep: bool = False) -> None:
         """Free a session on the shard, or have it kept for forks; idempotent. Raises as `step`.
@@ -146,12 +153,18 @@ class HopClient:
         response = await self._send("GET", "/v1/shard")
         return self._read_json(response, ShardInfo)
 
-    def _as_answer(self, response: _Answer, started_at: float) -> HopAnswer:
+    def _as_answer(self, response: _Answer, started_at: float, made_s: float) -> HopAnswer:
+        """The answer to a step that was begun then, and took so long to make."""
+        came_at = perf_counter()
+        result = self._read_step(response)
+        ended_at = perf_counter()
+        own_ms = (made_s + ended_at - came_at) * 1000
         return HopAnswer(
-            self._read_step(response),
-            step_ms=(perf_counter() - started_at) * 1000,
+            result,
+            step_ms=(ended_at - started_at) * 1000,
             queue_ms=_milliseconds(response, headers.QUEUE_MS),
             compute_ms=_milliseconds(response, headers.COMPUTE_MS),
+            serialise_ms=own_ms + _milliseconds(response, headers.SERIALISE_MS),
             pushed=response.headers.get(headers.PUSHED.lower()) == "1",
         )
 

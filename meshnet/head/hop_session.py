@@ -11,6 +11,7 @@ import asyncio
 from contextlib import suppress
 from dataclasses import asdict
 from itertools import count
+from time import perf_counter
 from typing import cast
 
 import structlog
@@ -35,6 +36,7 @@ from meshnet.head.hop_client import HopAnswer, HopClient
 from meshnet.head.hop_times import HopTimesBook
 from meshnet.head.recovery import Tries, is_passing
 from meshnet.head.replay import InputLog
+from meshnet.head.request_times import GenerationTimes
 from meshnet.ids import SessionId, StepId
 from meshnet.topology import Hop, LayerSpan
 from meshnet.transport.hop_stream import HopStream
@@ -66,6 +68,7 @@ class HopSession:
         times: Where the shards' times are noted, and the limits come from.
         background: Where calls end that nobody waits for any more.
         trace: Sent with every step.
+        spent: Where it is noted what each step took.
 
     Attributes:
         n_forked: Tokens that it began with as a fork; 0 where it was fed them.
@@ -81,6 +84,7 @@ class HopSession:
         times: HopTimesBook,
         background: Background,
         trace: Trace,
+        spent: GenerationTimes,
     ) -> None:
         self.hop = hop
         self.log = log
@@ -91,6 +95,7 @@ class HopSession:
         self._times = times
         self._background = background
         self._trace = trace
+        self._spent = spent
         self._step_numbers = count(1)
         self._epoch = 1
         self._held = 0
@@ -151,25 +156,33 @@ class HopSession:
         """
         step_id = self._new_step_id() if attempt is None else attempt.step_id
         n_failures = 0
-        while True:
-            try:
-                if not self._is_known:
-                    self._take(await self._look())
-                if call.mode != "stateless":
-                    await self._catch_up(call.past_len, tries)
-                answer = await self._ask(call, step_id, attempt)
-            except InputsDropped:
-                raise  # feeding this hop alone cannot help; the pipeline feeds all of them
-            except MeshError as error:
-                if self._was_no_fork(error):
-                    continue
-                failure = error
-            else:
-                self._note_taken(call)
-                return answer
-            attempt = None
-            n_failures += 1
-            await self._mend(failure, tries, at_one_shard=n_failures <= _TRIES_AT_ONE_SHARD)
+        started_at, step_ms = perf_counter(), 0.0
+        try:
+            while True:
+                try:
+                    if not self._is_known:
+                        self._take(await self._look())
+                    if call.mode != "stateless":
+                        await self._catch_up(call.past_len, tries)
+                    answer = await self._ask(call, step_id, attempt)
+                except InputsDropped:
+                    raise  # feeding this hop alone cannot help; the pipeline feeds all of them
+                except MeshError as error:
+                    if self._was_no_fork(error):
+                        continue
+                    failure = error
+                else:
+                    step_ms = answer.step_ms
+                    self._spent.note_step(self.hop.endpoint, answer)
+                    self._note_taken(call)
+                    return answer.result
+                attempt = None
+                n_failures += 1
+                await self._mend(failure, tries, at_one_shard=n_failures <= _TRIES_AT_ONE_SHARD)
+        finally:
+            if n_failures:
+                lost_ms = (perf_counter() - started_at) * 1000 - step_ms
+                self._spent.note_recovery(self.hop.endpoint, lost_ms)
 
     def fork(self, other: HopSession, n_tokens: int) -> None:
         """Begin with the first tokens of another session at the same place.
@@ -304,15 +317,13 @@ class HopSession:
         self._fork_of, self.n_forked = None, 0
         self._held = self.log.usable(held)
 
-    async def _ask(
-        self, call: Call, step_id: StepId, attempt: Attempt | None
-    ) -> Frame | TailAnswer:
+    async def _ask(self, call: Call, step_id: StepId, attempt: Attempt | None) -> HopAnswer:
         """The answer to what was begun; where that came to nothing, or there is none, to a call."""
         if attempt is not None:
             with suppress(InputMissing, InvalidRequest):  # of the way that the input was to come
                 answer = await attempt.answer()
                 self._times.note(self.hop.endpoint, call.frame.n_tokens, answer)
-                return answer.result
+                return answer
         return await self._send(call, step_id)
 
     def _headers(self, call: Call, step_id: StepId, n_context: int) -> StepHeaders:
@@ -335,7 +346,7 @@ class HopSession:
             traceparent=self._trace.traceparent,
         )
 
-    async def _send(self, call: Call, step_id: StepId) -> Frame | TailAnswer:
+    async def _send(self, call: Call, step_id: StepId) -> HopAnswer:
         hop, facts = self.hop, self.hop.facts
         context = render_context(call.context)
         n_tokens = call.frame.n_tokens
@@ -353,7 +364,7 @@ class HopSession:
         answer: HopAnswer = await asyncio.shield(self._background.start(sent))
         if call.mode != "stateless":
             self._times.note(hop.endpoint, n_tokens, answer)
-        return answer.result
+        return answer
 
     async def _close_at(self, endpoint: str, epoch: int, *, keep: bool = False) -> None:
         try:

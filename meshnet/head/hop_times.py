@@ -20,6 +20,8 @@ class HopTimes:
     step_ms: float
     queue_ms: float
     compute_ms: float
+    overhead_ms: float
+    """Of a step beyond its queue and compute."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +74,7 @@ class _SingleSteps:
     step: _Recent = field(default_factory=_Recent)
     queue: _Recent = field(default_factory=_Recent)
     compute: _Recent = field(default_factory=_Recent)
+    overhead: _Recent = field(default_factory=_Recent)
 
 
 class HopTimesBook:
@@ -95,6 +98,7 @@ class HopTimesBook:
             single.step.add(answer.step_ms)
             single.queue.add(answer.queue_ms)
             single.compute.add(answer.compute_ms)
+            single.overhead.add(answer.step_ms - answer.queue_ms - answer.compute_ms)
         else:
             self._ms_a_token[endpoint].append(answer.step_ms / n_tokens)
 
@@ -103,8 +107,13 @@ class HopTimesBook:
         single = self._single.get(endpoint)
         if single is None:
             return None
-        step, queue, compute = single.step, single.queue, single.compute
-        return HopTimes(len(step), step.median, queue.median, compute.median)
+        return HopTimes(
+            len(single.step),
+            single.step.median,
+            single.queue.median,
+            single.compute.median,
+            single.overhead.median,
+        )
 
     def limit_s(self, endpoint: str, n_tokens: int) -> float:
         """How long a step of so many tokens may take on a hop, seconds."""

@@ -63,6 +63,7 @@ class Pipeline:
 
     Attributes:
         n_cached: Tokens of the prompt that no hop had to compute; known after the prefill.
+        times: Where the session's time goes.
     """
 
     def __init__(
@@ -75,6 +76,7 @@ class Pipeline:
     ) -> None:
         self.session = session or SessionId(new_id())
         self.n_cached = 0
+        self.times = trace.times.begin()
         self._route = route
         self._kit = kit
         self._ids: list[int] = []
@@ -87,6 +89,7 @@ class Pipeline:
                 times=kit.times,
                 background=kit.background,
                 trace=trace,
+                spent=self.times,
             )
             for hop in route.hops
         ]
@@ -219,9 +222,10 @@ class Pipeline:
             for start, chunk in self._chunks(self._ids)
         ]
         n_layers = self._route.hops[0].facts.n_layers
-        async with aclosing(run_steps(self._hops, steps)) as passed:
-            async for step, _ in passed:
-                tries.note_replay(step.call.frame.n_tokens * n_layers)
+        with self.times.feeding_anew():
+            async with aclosing(run_steps(self._hops, steps)) as passed:
+                async for step, _ in passed:
+                    tries.note_replay(step.call.frame.n_tokens * n_layers)
 
     def _step(
         self,

@@ -9,7 +9,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from time import perf_counter
 from types import TracebackType
-from typing import TypeVar
+from typing import Final, TypeVar
 
 from meshnet.errors import QueueFull
 from meshnet.ids import SessionId
@@ -17,6 +17,8 @@ from meshnet.model.interface import CacheState, StageModel, StageOutput, StageSt
 from meshnet.shard.scheduler import Job, StepScheduler
 
 ResultT = TypeVar("ResultT")
+
+_LEAST_PAUSE_S: Final = 0.001
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,12 +30,14 @@ class Timed:
         queue_ms: How long it waited for the thread, milliseconds.
         compute_ms: How long it ran; in a batch, how long the batch did.
         batch_size: How many steps ran together.
+        read_ms: How long it took before to read its body, milliseconds.
     """
 
     result: StageOutput
     queue_ms: float
     compute_ms: float
     batch_size: int
+    read_ms: float = 0.0
 
 
 Outcome = Timed | BaseException
@@ -153,7 +157,9 @@ class ComputeThread:
             self._pause.cancel()
         now = perf_counter()
         if pause_s := self._scheduler.pause_s(now):
-            self._pause = asyncio.get_running_loop().call_later(pause_s, self._start_next)
+            # Not under a loop's resolution: uvloop takes that for no pause, and would spin.
+            due_s = max(pause_s, _LEAST_PAUSE_S)
+            self._pause = asyncio.get_running_loop().call_later(due_s, self._start_next)
         elif jobs := self._scheduler.take(now):
             self._busy = True
             self._start(jobs)

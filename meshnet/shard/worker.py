@@ -6,7 +6,8 @@ A step happens wholly, or that session's state is gone (law 4).
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from time import perf_counter
 from typing import Final, cast
 
 import structlog
@@ -127,16 +128,23 @@ class ShardWorker:
             CapacityError: No room, too many steps waiting, or no session may begin.
             StageError: The forward failed; the session's state was dropped.
         """
+        began_at = perf_counter()
+        work = self._read(step, body)
+        read_ms = (perf_counter() - began_at) * 1000
+        if step.cache == "stateless":
+            done = await self.compute.step(self.stage, work)
+        else:
+            done = await self._cached(step, work)
+        return replace(done, read_ms=read_ms)
+
+    def _read(self, step: StepHeaders, body: bytes) -> StageStep:
         n_tensor, vocab_size = nbytes(step.dtype, step.shape), self.stage.facts.vocab_size
         frame = Frame(step.dtype, step.shape, body[:n_tensor])
         context = parse_context(body[n_tensor:], vocab_size=vocab_size, n_tokens=frame.n_tokens)
         start_layer = self._start_layer(step)
         if start_layer == 0:
             _check_token_ids(frame, vocab_size)
-        work = StageStep(frame, start_layer, step.past_len, step.sampling, context)
-        if step.cache == "stateless":
-            return await self.compute.step(self.stage, work)
-        return await self._cached(step, work)
+        return StageStep(frame, start_layer, step.past_len, step.sampling, context)
 
     def session_cost(self) -> StateCost:
         """What a session takes of the store at most: its state, and the answer kept for a repeat.

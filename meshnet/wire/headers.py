@@ -55,10 +55,12 @@ KEEP: Final = "X-Meshnet-Keep"
 # Answers only: where the time went, milliseconds.
 QUEUE_MS: Final = "X-Meshnet-Queue-Ms"
 COMPUTE_MS: Final = "X-Meshnet-Compute-Ms"
+SERIALISE_MS: Final = "X-Meshnet-Serialise-Ms"
 # Answers only: whether the output was pushed as asked for, 1 or 0.
 PUSHED: Final = "X-Meshnet-Pushed"
-# The public endpoint: a pinned route.
+# The public endpoint: a pinned route; whether the answer is to tell where the time went.
 ROUTE: Final = "X-Meshnet-Route"
+TIMING: Final = "X-Meshnet-Timing"
 
 MAX_CONTEXT_BYTES: Final = 16 * 1024**2
 """The longest sampling context; a shard takes what its model can need, which is less."""

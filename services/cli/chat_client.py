@@ -13,11 +13,14 @@ from typing import Any, Final, Self
 import httpx
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from meshnet.wire.headers import TIMING
 from services.cli.errors import BadOption, CliError
 from services.cli.serving import is_loopback
 
 # The head may wait for a lost shard for a minute, and a step of a slow one takes its time.
 _TIMEOUT: Final = httpx.Timeout(5.0, read=300.0)
+_TIMING: Final = ": server-timing "
+"""How the comment begins that tells where the time went."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +33,7 @@ class Answer:
         first_s: Seconds from the request to the first text.
         rest_s: Seconds from there to the end.
         finish_reason: `stop` or `length`.
+        timing: Where the time went, as `Server-Timing` has it; "" if that was not told.
     """
 
     text: str
@@ -37,6 +41,7 @@ class Answer:
     first_s: float
     rest_s: float
     finish_reason: str | None
+    timing: str = ""
 
     @property
     def tokens_per_s(self) -> float | None:
@@ -71,6 +76,7 @@ class ChatClient:
         max_tokens: The longest answer.
         temperature: None leaves it to the server.
         api_key: None shows none.
+        timed: Have every answer be as long as it may be, and tell where its time went.
         transport: Instead of the network, for tests.
     """
 
@@ -82,16 +88,21 @@ class ChatClient:
         model: str | None = None,
         temperature: float | None = None,
         api_key: str | None = None,
+        timed: bool = False,
         transport: httpx.BaseTransport | None = None,
     ) -> None:
         self._url = _parse(url)
         self._options: dict[str, object] = {"max_tokens": max_tokens}
         if temperature is not None:
             self._options["temperature"] = temperature
+        shown = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
+        if timed:
+            self._options["ignore_eos"] = True
+            shown[TIMING] = "1"
         self._model = model
         self._http = httpx.Client(
             base_url=self._url,
-            headers={} if api_key is None else {"Authorization": f"Bearer {api_key}"},
+            headers=shown,
             timeout=_TIMEOUT,
             trust_env=not is_loopback(self._url.host),  # no proxy between us and ourselves
             transport=transport,
@@ -178,7 +189,8 @@ def _read_answer(response: httpx.Response, started: float, show: Callable[[str],
     texts: list[str] = []
     first = None
     n_tokens, finish_reason = 0, None
-    for event in _events(response):
+    comments: list[str] = []
+    for event in _events(response, comments):
         if event.get("usage"):
             n_tokens = int(event["usage"]["completion_tokens"])
         for choice in event.get("choices", ()):
@@ -190,20 +202,24 @@ def _read_answer(response: httpx.Response, started: float, show: Callable[[str],
             finish_reason = choice.get("finish_reason") or finish_reason
     ended = perf_counter()
     first = first or ended
-    return Answer("".join(texts), n_tokens, first - started, ended - first, finish_reason)
+    timing = next((c.removeprefix(_TIMING) for c in comments if c.startswith(_TIMING)), "")
+    text = "".join(texts)
+    return Answer(text, n_tokens, first - started, ended - first, finish_reason, timing)
 
 
-def _events(response: httpx.Response) -> Generator[dict[str, Any]]:
-    """The events' data up to `[DONE]`.
+def _events(response: httpx.Response, comments: list[str]) -> Generator[dict[str, Any]]:
+    """The events' data up to `[DONE]`; comments are added to `comments`.
 
     Raises:
         CliError: An event is an error, or the stream ended without `[DONE]`.
     """
+    is_done = False
     for line in response.iter_lines():
+        if line.startswith(":"):
+            comments.append(line)
         data = line.removeprefix("data:").strip() if line.startswith("data:") else None
-        if data == "[DONE]":
-            return
-        if data:
+        is_done = is_done or data == "[DONE]"
+        if data and not is_done:
             try:
                 event: dict[str, Any] = json.loads(data)
             except ValueError as error:
@@ -211,7 +227,8 @@ def _events(response: httpx.Response) -> Generator[dict[str, Any]]:
             if "error" in event:
                 raise CliError(_message_of(event))
             yield event
-    raise CliError("the answer broke off")
+    if not is_done:
+        raise CliError("the answer broke off")
 
 
 def _refusal(response: httpx.Response) -> CliError:

@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from services.cli.bench import bench
 from services.cli.chat import chat
 from services.cli.errors import OneLineErrors
 from services.cli.head import head
@@ -27,6 +28,7 @@ app.command()(up)
 app.command()(shard)
 app.command()(head)
 app.command()(chat)
+app.command()(bench)
 app.command()(key)
 app.add_typer(model_app, name="model")
 

@@ -33,7 +33,7 @@ class CliSettings(BaseSettings):
     cluster_key: Annotated[SecretStr, Field(min_length=1)] | None = None
     """The key of a cluster that `meshnet up` starts; None makes a random one."""
     api_key: Annotated[SecretStr, Field(min_length=1)] | None = None
-    """The key that `meshnet chat` shows; no option, others can read those."""
+    """The key that `meshnet chat` and `meshnet bench` show; no option, others can read those."""
 
 
 def load_settings(kind: type[SomeSettings], options: Mapping[str, object]) -> SomeSettings:

@@ -32,13 +32,14 @@ from services.head.routes.models import models
 from services.head.routes.operations import operations
 from services.head.routes.responses import responses
 from services.head.routes.tokens import tokens
+from services.head.server_timing import SERVER_TIMING
 from services.head.settings import HeadSettings
 from services.head.streaming import ClientLeft
 
 _log = structlog.get_logger(__name__)
 
 _METHODS: Final = ("GET", "HEAD", "POST", "OPTIONS")
-_EXPOSED: Final = (REQUEST_ID, PROCESSING_MS, "retry-after", "x-ignored-params")
+_EXPOSED: Final = (REQUEST_ID, PROCESSING_MS, SERVER_TIMING, "retry-after", "x-ignored-params")
 """What a web page's script may read of an answer's headers."""
 
 

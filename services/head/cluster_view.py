@@ -32,6 +32,8 @@ class HopView(BaseModel):
     step_ms: float | None = None
     queue_ms: float | None = None
     compute_ms: float | None = None
+    overhead_ms: float | None = None
+    """Of a step beyond its queue and compute: what the hop costs."""
 
 
 class ClusterView(BaseModel):
@@ -86,6 +88,7 @@ def _hop_view(model: ServedModel, status: HopStatus) -> HopView:
             "step_ms": recent.step_ms,
             "queue_ms": recent.queue_ms,
             "compute_ms": recent.compute_ms,
+            "overhead_ms": recent.overhead_ms,
         }
     )
 

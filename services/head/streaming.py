@@ -14,11 +14,13 @@ from starlette.types import Receive, Scope, Send
 from meshnet.errors import MeshError
 from meshnet.openai.errors import ErrorBody, to_openai
 from meshnet.openai.stream import Chunk
+from services.head.server_timing import SERVER_TIMING
 
 if TYPE_CHECKING:
     from services.head.head import Head
 
 ResultT = TypeVar("ResultT")
+Events = AsyncGenerator[Mapping[str, str | None]]
 
 _SEND_TIMEOUT_S = 60
 """A client that takes nothing for so long has gone; its place is needed."""
@@ -34,6 +36,7 @@ async def open_stream(
     chunks: AsyncGenerator[Chunk],
     headers: Mapping[str, str],
     fail: Callable[[ErrorBody], Iterable[Chunk]],
+    timing: Callable[[], str] | None = None,
 ) -> EventStream:
     """The response to a request that is answered by a stream.
 
@@ -46,6 +49,8 @@ async def open_stream(
         chunks: Closed with the response, or here if there is none.
         headers: Of the response.
         fail: How an error is told once the status is sent and no chunk is.
+        timing: Where the time went so far, if the client asks for it: a header tells what it took
+            up to here, and a comment at the stream's end all of it.
 
     Raises:
         ClientLeft: It went before there was a response.
@@ -61,7 +66,9 @@ async def open_stream(
     except BaseException:
         await source.close()
         raise
-    events = _events(source, fail, request.state.request_id)
+    events = _events(source, fail, request.state.request_id, timing)
+    if timing is not None:
+        headers = {**headers, SERVER_TIMING: timing()}
     return EventStream(source, events, headers, ping_s=settings.stream_ping_s)
 
 
@@ -104,7 +111,7 @@ class EventStream(EventSourceResponse):
     def __init__(
         self,
         source: _Source,
-        events: AsyncGenerator[Mapping[str, str | None]],
+        events: Events,
         headers: Mapping[str, str],
         *,
         ping_s: float,
@@ -128,8 +135,11 @@ class EventStream(EventSourceResponse):
 
 
 async def _events(
-    source: _Source, fail: Callable[[ErrorBody], Iterable[Chunk]], request_id: str
-) -> AsyncGenerator[Mapping[str, str | None]]:
+    source: _Source,
+    fail: Callable[[ErrorBody], Iterable[Chunk]],
+    request_id: str,
+    timing: Callable[[], str] | None,
+) -> Events:
     """The source's events; it tells its errors itself, but for one before its first chunk."""
     try:
         chunk = await source.take()
@@ -142,6 +152,8 @@ async def _events(
     while chunk is not None:
         yield _event(chunk)
         chunk = await source.take()
+    if timing is not None:
+        yield {"comment": f"{SERVER_TIMING.lower()} {timing()}"}  # clients pass over it
 
 
 def _event(chunk: Chunk) -> Mapping[str, str | None]:

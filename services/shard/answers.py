@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
+from time import perf_counter
 
 from meshnet.errors import InvalidRequest, MeshError
 from meshnet.ids import SessionId
@@ -25,16 +26,28 @@ class Answer:
 
 
 async def run_step(
-    worker: ShardWorker, mailbox: Mailbox, metrics: ShardMetrics, step: StepHeaders, body: bytes
+    worker: ShardWorker,
+    mailbox: Mailbox,
+    metrics: ShardMetrics,
+    step: StepHeaders,
+    body: bytes,
+    check_s: float,
 ) -> Answer:
     """Run one checked step, and count it. Raises as `ShardWorker.step`.
 
-    A step of its session that still waits for its input is given up.
+    Args:
+        worker: Has checked the step.
+        mailbox: A step of the session that still waits for its input there is given up.
+        metrics: Where it is counted.
+        step: Its headers.
+        body: Its body.
+        check_s: How long it took to read and check the headers, seconds.
     """
     if step.session is not None:
         mailbox.dismiss(SessionId(step.session))
     done = await worker.step(step, body)
     metrics.count_step(step.cache, done)
+    ran_at = perf_counter()
     named = {
         headers.QUEUE_MS: f"{done.queue_ms:.3f}",
         headers.COMPUTE_MS: f"{done.compute_ms:.3f}",
@@ -46,9 +59,13 @@ async def run_step(
             headers.DTYPE: frame.dtype,
             "content-type": "application/octet-stream",
         }
-        return Answer(200, named, frame.data)
-    named["content-type"] = "application/json"
-    return Answer(200, named, done.result.model_dump_json(exclude_defaults=True).encode())
+        answered = frame.data
+    else:
+        named["content-type"] = "application/json"
+        answered = done.result.model_dump_json(exclude_defaults=True).encode()
+    serialise_ms = done.read_ms + (check_s + perf_counter() - ran_at) * 1000
+    named[headers.SERIALISE_MS] = f"{serialise_ms:.3f}"
+    return Answer(200, named, answered)
 
 
 def refuse(error: MeshError, metrics: ShardMetrics) -> Answer:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from hmac import compare_digest
+from time import perf_counter
 from typing import Annotated, cast
 
 from fastapi import APIRouter, Depends, Request, Response
@@ -66,11 +67,13 @@ async def forward(request: Request) -> Response:
     """
     await check_key(request)
     host, metrics = await _host(request), await _metrics(request)
-    worker = host.worker
+    worker, began_at = host.worker, perf_counter()
     step = headers.parse(request.headers)
     _refuse_direct_return(step)
-    body = await _read_body(request, worker.check(step))
-    return as_response(await run_step(worker, _mailbox(request), metrics, step, body))
+    expected = worker.check(step)
+    check_s = perf_counter() - began_at
+    body = await _read_body(request, expected)
+    return as_response(await run_step(worker, _mailbox(request), metrics, step, body, check_s))
 
 
 @protocol.delete("/sessions/{session}", status_code=204)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 from contextlib import suppress
 from functools import partial
+from time import perf_counter
 from typing import Final, cast
 
 import structlog
@@ -129,13 +130,14 @@ class _Stream:
         await self._send(asked.number, answer)
 
     async def _run(self, asked: StreamMessage) -> Answer:
-        worker = self._host.worker
+        worker, began_at = self._host.worker, perf_counter()
         step = headers.parse(asked.headers)
         expected = worker.check(step)
+        check_s = perf_counter() - began_at
         if len(asked.body) != expected:
             raise wrong_length(str(len(asked.body)), expected)
         body = asked.body if step.input_id is None else await self._input_of(step) + asked.body
-        answer = await run_step(worker, self._mailbox, self._metrics, step, body)
+        answer = await run_step(worker, self._mailbox, self._metrics, step, body, check_s)
         if step.push_id is not None:
             answer.headers[headers.PUSHED] = "1" if await self._push(step, answer) else "0"
         return answer

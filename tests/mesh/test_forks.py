@@ -136,8 +136,9 @@ def test_a_fork_reaches_back_as_far_as_memory_does(tmp_path: Path) -> None:
 
 
 def rows(start: int, n_tokens: int, mark: float = 0.0) -> torch.Tensor:
-    """[n, heads=1, head_dim=1]: each token's position, and whose it is."""
-    return (torch.arange(start, start + n_tokens).float() + mark).view(n_tokens, 1, 1)
+    """[n, 2 * heads, head_dim=1] of one head: each token's position, and whose it is."""
+    numbers = torch.arange(start, start + n_tokens).float() + mark
+    return numbers.view(n_tokens, 1, 1).repeat(1, 2, 1)
 
 
 @given(st.lists(st.integers(1, 70), min_size=1, max_size=4), st.data())
@@ -145,7 +146,7 @@ def test_neither_sees_what_the_other_writes(lengths: list[int], data: st.DataObj
     """Whoever writes first, and however often memory is taken anew."""
     parent, position = KeysValues(1, 1, torch.float32), 0
     for n_tokens in lengths:
-        parent.write(position, rows(position, n_tokens), rows(position, n_tokens))
+        parent.write(position, rows(position, n_tokens))
         position += n_tokens
     at = data.draw(st.integers(1, position))
     fork = parent.fork(at)
@@ -154,10 +155,10 @@ def test_neither_sees_what_the_other_writes(lengths: list[int], data: st.DataObj
     for mark in data.draw(st.lists(st.sampled_from([0.25, 0.5]), min_size=2, max_size=6)):
         cache, n_tokens = (parent, fork)[mark == 0.5], data.draw(st.integers(1, 70))
         new = rows(ends[mark], n_tokens, mark)
-        keys, values = cache.write(ends[mark], new, new)
+        keys, values = cache.write(ends[mark], new)
         begin = position if mark == 0.25 else at
         ends[mark] += n_tokens
-        expected = torch.cat([rows(0, begin), rows(begin, ends[mark] - begin, mark)])
+        expected = torch.cat([rows(0, begin), rows(begin, ends[mark] - begin, mark)])[:, 0]
         assert torch.equal(keys.flatten(), expected.flatten())
         assert torch.equal(values, keys)
 
@@ -167,13 +168,13 @@ def test_a_fork_may_be_made_while_the_other_is_written(window: int | None) -> No
     """Every fork made beside a thread that writes has its first tokens right, or there is none."""
     n_steps, n_first = 1500, 100
     parent = KeysValues(1, 1, torch.float32, window)
-    parent.write(0, rows(0, n_first), rows(0, n_first))
+    parent.write(0, rows(0, n_first))
     parent.settle(n_first)
     held = [n_first]
 
     def write() -> None:
         for position in range(n_first, n_first + n_steps):
-            parent.write(position, rows(position, 1), rows(position, 1))
+            parent.write(position, rows(position, 1))
             held[0] = position + 1
 
     n_right = 0
@@ -184,9 +185,9 @@ def test_a_fork_may_be_made_while_the_other_is_written(window: int | None) -> No
             fork = parent.fork(at)
             if fork is None:
                 continue
-            keys, values = fork.write(at, rows(at, 1, 0.5), rows(at, 1, 0.5))
+            keys, values = fork.write(at, rows(at, 1, 0.5))
             oldest = 0 if window is None else at - window + 1
-            expected = torch.cat([rows(oldest, at - oldest), rows(at, 1, 0.5)]).flatten()
+            expected = torch.cat([rows(oldest, at - oldest), rows(at, 1, 0.5)])[:, 0].flatten()
             assert torch.equal(keys.flatten(), expected)
             assert torch.equal(values.flatten(), expected)
             n_right += 1

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 from collections.abc import Callable
+from functools import partial
 from time import time  # noqa: TID251  # `created` is a wall-clock second by OpenAI's definition
 from typing import TypeVar
 
@@ -24,6 +25,7 @@ from services.head.access import caller_name
 from services.head.head import Head
 from services.head.routes.request import ignored_params, pinned_route
 from services.head.served_model import Origin, ServedModel
+from services.head.server_timing import SERVER_TIMING, logged, render, wants_timing
 from services.head.streaming import open_stream, until_client_leaves
 
 FieldsT = TypeVar("FieldsT", bound=SamplingFields)
@@ -52,23 +54,27 @@ async def answer(
     model = head.model(fields.model)
     caller = caller_name(request)
     model.check_admission(caller)
+    trace, tells_times = _trace(request), wants_timing(request)
     pinned = await pinned_route(request, head, model)
     route = pinned or await model.readiness.route()
     serving = _serving(head, model, route, kind)
     planned = await asyncio.to_thread(plan, fields, serving)
     model.check_admission(caller)  # others came meanwhile
-    origin = Origin(caller, _trace(request), route.max_positions, pinned)
+    origin = Origin(caller, trace, route.max_positions, pinned)
     generations = [
         model.generate(one, origin, follows=index > 0)
         for index, one in enumerate(planned.generations)
     ]
-    events = merge([head.metrics.observed(each, model.name) for each in generations])
+    merged = merge([head.metrics.observed(each, model.name) for each in generations])
+    events = logged(merged, trace, model.name)
     headers = ignored_params(fields)
     if not fields.stream:
         body = await until_client_leaves(request, collect_answer(events, planned.writer))
-        return JSONResponse(body, headers=headers)
+        timing = {SERVER_TIMING: render(trace.times)} if tells_times else {}
+        return JSONResponse(body, headers=headers | timing)
     chunks = stream_answer(events, planned.writer, request_id=request.state.request_id)
-    return await open_stream(request, chunks, headers, planned.writer.fail)
+    timing = partial(render, trace.times) if tells_times else None
+    return await open_stream(request, chunks, headers, planned.writer.fail, timing)
 
 
 def _serving(head: Head, model: ServedModel, route: Route, kind: str) -> Serving:

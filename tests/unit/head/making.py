@@ -22,6 +22,7 @@ from meshnet.head.pipeline import Pipeline, PipelineKit
 from meshnet.head.prefixes import PrefixIndex
 from meshnet.head.recovery import Recovery, RecoveryLimits
 from meshnet.head.replay import InputLog, ReplayBudget, ReplayMode
+from meshnet.head.request_times import RequestTimes
 from meshnet.head.route_book import RouteBook
 from meshnet.ids import BootId, SessionId
 from meshnet.model.fake_stage import HIDDEN_SIZE, FakeStage, fake_facts, next_token
@@ -279,6 +280,7 @@ class Mesh:
     Attributes:
         noted: The failures that were tried again.
         replayed: Layer-tokens computed again.
+        times: Where the time of its sessions goes.
     """
 
     shards: Mapping[str, LiveShard]
@@ -292,6 +294,7 @@ class Mesh:
     noted: list[MeshError] = field(default_factory=list[MeshError])
     replayed: list[int] = field(default_factory=list[int])
     known: dict[str, Hop] = field(default_factory=dict[str, Hop])
+    times: RequestTimes = field(default_factory=RequestTimes)
 
     def __post_init__(self) -> None:
         budget = ReplayBudget(self.max_bytes)
@@ -332,6 +335,7 @@ class Mesh:
             times=self.kit.times,
             background=self.background,
             trace=trace or Trace(),
+            spent=self.times.begin(),
         )
 
     def pipeline(
@@ -339,7 +343,7 @@ class Mesh:
     ) -> Pipeline:
         """A session over the shards of these endpoints."""
         route = build_route([self.hop(endpoint) for endpoint in endpoints])
-        return Pipeline(route, self.book, self.kit, trace or Trace(), session)
+        return Pipeline(route, self.book, self.kit, trace or Trace(times=self.times), session)
 
 
 @asynccontextmanager

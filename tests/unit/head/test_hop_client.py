@@ -170,13 +170,19 @@ async def test_hidden_states_are_read() -> None:
 
 
 async def test_the_hops_times_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Queue and compute time are the hop's, the whole is the head's own measure."""
-    ticks = Ticks([1.0, 1.0, 1.0, 1.25])  # at first, when the body begins, and after its part
+    """Queue and compute time are the hop's, the whole is the head's own measure.
+
+    Serialising is the hop's time for it, and the head's own before the step is sent and after its
+    answer came.
+    """
+    # At first, when it is sent, when the body begins, after its part, at its end, and when read.
+    ticks = Ticks([1.0, 1.0625, 1.0625, 1.1875, 1.1875, 1.25])
     monkeypatch.setattr("meshnet.head.hop_client.perf_counter", ticks)
-    response = hidden(2, **{headers.QUEUE_MS: "1.5", headers.COMPUTE_MS: "20"})
-    answer = await step_answered(response)
+    told = {headers.QUEUE_MS: "1.5", headers.COMPUTE_MS: "20", headers.SERIALISE_MS: "0.25"}
+    answer = await step_answered(hidden(2, **told))
 
     assert (answer.step_ms, answer.queue_ms, answer.compute_ms) == (250.0, 1.5, 20.0)
+    assert answer.serialise_ms == 62.5 + 62.5 + 0.25
 
 
 @pytest.mark.parametrize("times", [{}, {headers.QUEUE_MS: "soon", headers.COMPUTE_MS: ""}])

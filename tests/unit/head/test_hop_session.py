@@ -301,6 +301,32 @@ async def test_a_lost_state_is_fed_again_in_the_same_calls() -> None:
     assert (again[-1].step, len({step.step for step in again})) == (lost.step, 4)
 
 
+async def test_a_recovery_is_told_apart_from_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step that was mended counts as one; all that came before its last try is recovery."""
+    async with open_mesh(WHOLE) as mesh:
+        monkeypatch.setattr("meshnet.head.hop_session.perf_counter", mesh.clock)
+        session = await fed(mesh)
+        mesh[A].disturbed = [refuses(QueueFull("full"))]
+        await fifth(mesh, session)
+    (sums,) = mesh.times.prefill.hops.values()
+
+    assert (sums.steps, sums.recoveries) == (4, 1)
+    last_step_ms = mesh.clock.now * 1000 - sums.recovery_ms
+    assert 0 < last_step_ms <= sums.step_ms
+
+
+async def test_a_step_that_fails_for_good_is_recovery_too() -> None:
+    """What it took is told, though no step came of it."""
+    async with open_mesh(WHOLE) as mesh:
+        session = await fed(mesh)
+        mesh[A].disturbed = [refuses(StageError("broken", position=4))]
+        with pytest.raises(StageError):
+            await fifth(mesh, session)
+    (sums,) = mesh.times.prefill.hops.values()
+
+    assert (sums.steps, sums.recoveries, sums.recovery_ms > 0) == (3, 1, True)
+
+
 async def test_inputs_are_fed_again_without_sampling() -> None:
     """What the tail said the first time is not sampled again."""
     async with open_mesh(WHOLE) as mesh:

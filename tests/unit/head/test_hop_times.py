@@ -14,7 +14,7 @@ LIMITS = StepLimits(least_s=1.0, most_s=60.0, factor=10.0)
 
 
 def answer(step_ms: float, queue_ms: float = 0.0, compute_ms: float = 0.0) -> HopAnswer:
-    return HopAnswer(TailAnswer(), step_ms, queue_ms, compute_ms)
+    return HopAnswer(TailAnswer(), step_ms, queue_ms, compute_ms, 0.0)
 
 
 def test_before_its_first_step_a_hop_has_no_times() -> None:
@@ -34,10 +34,12 @@ def test_asking_makes_no_hop() -> None:
 def test_times_are_medians() -> None:
     """One slow step does not change what is usual; each column has its own median."""
     book = HopTimesBook()
-    for times in ((1.0, 0.3, 9.0), (2.0, 0.1, 7.0), (900.0, 0.2, 8.0)):
+    for times in ((9.0, 0.5, 6.0), (12.0, 0.25, 10.0), (900.0, 0.125, 7.0)):
         book.note("a", 1, answer(*times))
 
-    assert book.of("a") == HopTimes(steps=3, step_ms=2.0, queue_ms=0.2, compute_ms=8.0)
+    assert book.of("a") == HopTimes(
+        steps=3, step_ms=12.0, queue_ms=0.25, compute_ms=7.0, overhead_ms=2.5
+    )
 
 
 def test_longer_steps_are_not_among_the_times() -> None:
@@ -63,7 +65,9 @@ def test_only_recent_steps_count() -> None:
     for step_ms in [1000.0] * 300 + [1.0] * 128:
         book.note("a", 1, answer(step_ms))
 
-    assert book.of("a") == HopTimes(steps=128, step_ms=1.0, queue_ms=0.0, compute_ms=0.0)
+    assert book.of("a") == HopTimes(
+        steps=128, step_ms=1.0, queue_ms=0.0, compute_ms=0.0, overhead_ms=1.0
+    )
 
 
 @given(st.lists(st.floats(0, 1e6), min_size=1, max_size=300))

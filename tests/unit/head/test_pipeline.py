@@ -357,6 +357,21 @@ async def test_without_room_for_inputs_all_hops_are_fed_anew(at: str) -> None:
     assert again == [[("prefill", 0), ("decode", 3)]] * 3
 
 
+async def test_what_is_fed_anew_is_recovery() -> None:
+    """The steps of the answer are counted once on each hop, whatever was computed again."""
+    async with opened(max_bytes=0) as (mesh, pipeline):
+        first = await pipeline.prefill(PROMPT, SAMPLING)
+        pipeline.times.note_token()
+        await mesh[B].lose()
+        await pipeline.decode(cast("int", first.token_id), SAMPLING)
+    prefill, decode = mesh.times.prefill.hops, mesh.times.decode.hops
+
+    assert {endpoint: sums.steps for endpoint, sums in prefill.items()} == {A: 1, B: 1, C: 1}
+    # A runs the step, which B then cannot take; and again when all were fed.
+    assert {endpoint: sums.steps for endpoint, sums in decode.items()} == {A: 2, B: 1, C: 1}
+    assert {endpoint: sums.recoveries for endpoint, sums in decode.items()} == {A: 1, B: 2, C: 1}
+
+
 async def test_a_prompt_lost_between_its_chunks_is_fed_anew() -> None:
     """Also before the first token all that was prefilled comes again, in chunks."""
     async with opened(max_bytes=0, chunk_tokens=2) as (mesh, pipeline):

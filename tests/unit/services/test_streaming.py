@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator, Iterable
+from collections.abc import AsyncGenerator, Callable, Iterable
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -103,8 +103,10 @@ class Client:
         if self.body.count(": keep-alive\n\n") == 2:
             self.kept_alive.set()
 
-    async def open(self, chunks: AsyncGenerator[Chunk]) -> EventStream:
-        return await open_stream(self.request, chunks, {"x-own": "1"}, fail)
+    async def open(
+        self, chunks: AsyncGenerator[Chunk], timing: Callable[[], str] | None = None
+    ) -> EventStream:
+        return await open_stream(self.request, chunks, {"x-own": "1"}, fail, timing)
 
     async def read(self, stream: EventStream) -> None:
         await stream(self.scope, self.receive, self.send)
@@ -150,6 +152,17 @@ async def test_the_head_of_a_stream() -> None:
     assert headers[b"content-type"].startswith(b"text/event-stream")
     assert (headers[b"cache-control"], headers[b"x-accel-buffering"]) == (b"no-cache", b"no")
     assert headers[b"x-own"] == b"1"
+
+
+async def test_a_client_that_asks_is_told_where_the_time_went() -> None:
+    """A header says it up to the first chunk, and a comment behind the last one all of it."""
+    source, client = Source.ready(), Client()
+    told = iter(["total;dur=1.000", "total;dur=2.000"])
+    await client.read(await client.open(source.chunks(), lambda: next(told)))
+    headers = dict(client.sent[0]["headers"])
+
+    assert headers[b"server-timing"] == b"total;dur=1.000"
+    assert client.body.endswith("data: [DONE]\n\n: server-timing total;dur=2.000\n\n")
 
 
 # Before the status is sent.
