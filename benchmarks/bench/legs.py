@@ -37,6 +37,7 @@ def _star(n_shards: int) -> int:
 WAYS: Final[dict[str, Way]] = {
     "star by POST": Way(POST, _star),
     "star by stream": Way(STREAM, _star),
+    "direct return": Way({**STREAM, "MESHNET_HEAD_HOP_RETURN": "direct"}, lambda n: n + 1),
 }
 
 

@@ -97,7 +97,11 @@ ASKS: dict[str, tuple[str, dict[str, Any]]] = {
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def cluster(smollm2: Path) -> AsyncGenerator[LocalCluster]:
     """Two shard processes, which may take their time to come back on a busy machine."""
-    env = {"MESHNET_HEAD_RECOVERY_TIMEOUT_S": "300"}
+    env = {
+        "MESHNET_HEAD_RECOVERY_TIMEOUT_S": "300",
+        # The same is asked for twice, and told to the last digit.
+        "MESHNET_HEAD_PREFIX_REUSE": "false",
+    }
     async with LocalCluster(str(smollm2), even_spans(30, 2), threads=1, env=env) as running:
         yield running
 

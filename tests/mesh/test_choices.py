@@ -12,6 +12,7 @@ from openai import AsyncOpenAI, DefaultAsyncHttpxClient
 from meshnet.generation import uniform
 from meshnet.model.fake_stage import FakeStage, fake_facts
 from meshnet.model.interface import CacheState, StageOutput, StageStep
+from meshnet.openai.bodies import usage
 from meshnet.topology import LayerSpan
 from meshnet.wire.messages import TailAnswer
 from tests.support.answers import (
@@ -129,7 +130,7 @@ async def test_usage_counts_the_prompt_once_and_all_answers(mesh: Mesh) -> None:
     options = {"include_usage": True}
     *_, last = await stream(mesh.client, CHAT, **ASK, n=3, stream_options=options)
 
-    assert body["usage"] == {"prompt_tokens": 4, "completion_tokens": 24, "total_tokens": 28}
+    assert body["usage"] == usage(prompt_tokens=4, completion_tokens=24, cached_tokens=0)
     assert last["usage"] == body["usage"]
 
 

@@ -17,6 +17,7 @@ from openai.types import Completion
 from meshnet.errors import StageError
 from meshnet.model.fake_stage import FakeStage, fake_facts, score_token
 from meshnet.model.interface import CacheState, StageOutput, StageStep
+from meshnet.openai.bodies import usage
 from meshnet.topology import LayerSpan
 from tests.support.answers import (
     CHAT,
@@ -94,7 +95,7 @@ async def test_answer_is_the_models_continuation(mesh: Mesh) -> None:
     assert body["choices"] == [
         {"text": TEXT, "index": 0, "logprobs": None, "finish_reason": "length"}
     ]
-    assert body["usage"] == {"prompt_tokens": 4, "completion_tokens": 8, "total_tokens": 12}
+    assert body["usage"] == usage(prompt_tokens=4, completion_tokens=8, cached_tokens=0)
     assert (body["object"], body["model"], body["id"][:5]) == ("text_completion", "fake", "cmpl-")
 
 
@@ -120,7 +121,7 @@ async def test_batch_is_answered_prompt_by_prompt(mesh: Mesh) -> None:
 
     assert [choice["index"] for choice in body["choices"]] == list(range(6))
     assert [choice["text"] for choice in body["choices"]] == expected
-    assert body["usage"] == {"prompt_tokens": 6, "completion_tokens": 48, "total_tokens": 54}
+    assert body["usage"] == usage(prompt_tokens=6, completion_tokens=48, cached_tokens=0)
 
 
 @pytest.mark.parametrize(
@@ -361,7 +362,7 @@ async def test_usage_is_streamed_as_asked(mesh: Mesh, path: str) -> None:
     *chunks, last = await stream(mesh.client, path, **ask, stream_options={"include_usage": True})
     assert all(chunk["usage"] is None and chunk["choices"] for chunk in chunks)
     assert last["choices"] == []
-    assert last["usage"] == {"prompt_tokens": 4, "completion_tokens": 3, "total_tokens": 7}
+    assert last["usage"] == usage(prompt_tokens=4, completion_tokens=3, cached_tokens=0)
 
 
 async def test_stream_options_need_a_stream(mesh: Mesh) -> None:

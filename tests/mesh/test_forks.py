@@ -4,9 +4,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+import sys
+from collections.abc import Callable, Generator, Sequence
 from pathlib import Path
+from types import FrameType
+from typing import Any
 
 import pytest
 import torch
@@ -16,6 +18,7 @@ from hypothesis import strategies as st
 from meshnet.generation import Sampling
 from meshnet.model import loading
 from meshnet.model.interface import CacheState, StageStep
+from meshnet.model.layers import key_value_cache
 from meshnet.model.layers.key_value_cache import BLOCK_TOKENS, KeysValues
 from meshnet.model.layers.lean import LeanLayers
 from meshnet.model.layers.reading import NotLean
@@ -163,34 +166,89 @@ def test_neither_sees_what_the_other_writes(lengths: list[int], data: st.DataObj
         assert torch.equal(values, keys)
 
 
+def between_lines(names: Sequence[str], act: Callable[[], object]) -> None:
+    """From now on have something done before each line of these functions, as a thread might.
+
+    What is done is not traced itself.
+    """
+
+    def trace(frame: FrameType, event: str, _: object) -> Callable[..., Any] | None:
+        if frame.f_code.co_filename != key_value_cache.__file__:
+            return None
+        if event == "line" and frame.f_code.co_name in names:
+            act()
+        return trace
+
+    sys.settrace(trace)
+
+
+@pytest.fixture
+def restored_trace() -> Generator[None]:
+    usual = sys.gettrace()
+    yield
+    sys.settrace(usual)
+
+
+class Writer:
+    """Writes tokens one by one, each its position, to a layer that holds some already."""
+
+    def __init__(self, window: int | None, n_tokens: int) -> None:
+        self.cache = KeysValues(1, 1, torch.float32, window)
+        self.n_tokens = n_tokens
+        self._window = window
+        self.cache.write(0, rows(0, n_tokens))
+        self.cache.settle(n_tokens)
+
+    def write(self, n_tokens: int) -> None:
+        for _ in range(n_tokens):
+            new = rows(self.n_tokens, 1)
+            self.cache.write(self.n_tokens, new)
+            self.n_tokens += 1
+
+    def check(self, fork: KeysValues, at: int) -> None:
+        """A fork at so many tokens has what it looks at, and goes on."""
+        new = rows(at, 1, 0.5)
+        keys, values = fork.write(at, new)
+        oldest = 0 if self._window is None else max(0, at - self._window + 1)
+        expected = torch.cat([rows(oldest, at - oldest), new])[:, 0]
+        assert torch.equal(keys.flatten(), expected.flatten())
+        assert torch.equal(values, keys)
+
+
+@pytest.mark.usefixtures("restored_trace")
 @pytest.mark.parametrize("window", [None, 40])
-def test_a_fork_may_be_made_while_the_other_is_written(window: int | None) -> None:
-    """Every fork made beside a thread that writes has its first tokens right, or there is none."""
-    n_steps, n_first = 1500, 100
-    parent = KeysValues(1, 1, torch.float32, window)
-    parent.write(0, rows(0, n_first))
-    parent.settle(n_first)
-    held = [n_first]
-
-    def write() -> None:
-        for position in range(n_first, n_first + n_steps):
-            parent.write(position, rows(position, 1))
-            held[0] = position + 1
-
+def test_a_fork_is_right_whatever_is_written_while_it_is_made(window: int | None) -> None:
+    """Between any two lines of it the other one may have moved to other memory."""
     n_right = 0
-    with ThreadPoolExecutor(1) as thread:
-        writing = thread.submit(write)
-        while not writing.done():
-            at = held[0]
-            fork = parent.fork(at)
-            if fork is None:
-                continue
-            keys, values = fork.write(at, rows(at, 1, 0.5))
-            oldest = 0 if window is None else at - window + 1
-            expected = torch.cat([rows(oldest, at - oldest), rows(at, 1, 0.5)])[:, 0].flatten()
-            assert torch.equal(keys.flatten(), expected)
-            assert torch.equal(values.flatten(), expected)
+    for n_tokens in range(100, 170, 3):
+        writer = Writer(window, n_tokens)
+        between_lines(["fork", "_oldest"], lambda writer=writer: writer.write(9))
+        fork = writer.cache.fork(n_tokens)
+        sys.settrace(None)
+        assert writer.n_tokens > n_tokens + 30
+        if fork is not None:
+            writer.check(fork, n_tokens)
             n_right += 1
-        writing.result()
 
-    assert n_right > 0
+    assert n_right > 5
+
+
+@pytest.mark.usefixtures("restored_trace")
+@pytest.mark.parametrize("window", [None, 40])
+def test_a_fork_is_right_wherever_the_other_one_is_in_its_writing(window: int | None) -> None:
+    """Made between any two lines of a write it has the tokens of the writes before."""
+    writer = Writer(window, 100)
+    made: list[tuple[int, KeysValues]] = []
+
+    def fork() -> None:
+        one = writer.cache.fork(writer.n_tokens)
+        if one is not None:
+            made.append((writer.n_tokens, one))
+
+    between_lines(["write", "_make_room", "_seen"], fork)
+    writer.write(150)
+    sys.settrace(None)
+
+    assert len(made) > 1000
+    for at, one in made:
+        writer.check(one, at)

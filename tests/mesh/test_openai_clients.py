@@ -25,6 +25,7 @@ from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from meshnet.openai.bodies import usage
 from services.head.app import create_app
 from services.head.settings import HeadSettings, HopSetting
 from tests.support.mesh import (
@@ -463,7 +464,7 @@ async def test_stream_is_role_then_text_then_one_end(
     if include_usage:
         last = bodies.pop()
         assert last["choices"] == []
-        counts = {"prompt_tokens": 4, "completion_tokens": 8, "total_tokens": 12}
+        counts = usage(prompt_tokens=4, completion_tokens=8, cached_tokens=0)
         assert counts == last["usage"]
         assert all(body["usage"] is None for body in bodies)
     else:

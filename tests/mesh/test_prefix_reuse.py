@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, cast
 
 import pytest
@@ -13,6 +14,7 @@ from meshnet.model import loading
 from meshnet.topology import LayerSpan
 from tests.support.mesh import (
     Mesh,
+    Shard,
     fake_stages,
     fake_text,
     get_shard,
@@ -20,6 +22,8 @@ from tests.support.mesh import (
     shard_settings,
     spell,
 )
+from tests.support.recorder import SeenStep
+from tests.support.steps import shard_client
 from tests.support.streams import eventually
 from tests.support.tiny import save_tiny
 
@@ -161,11 +165,15 @@ async def test_a_draining_shard_does_not_wait_for_what_it_keeps() -> None:
         await asyncio.wait_for(app.state.drain(), timeout=5)
 
 
+@pytest.mark.parametrize("is_lost", [False, True], ids=["held", "lost"])
 @pytest.mark.parametrize("family", ["llama", "mistral", "gemma2"])
 async def test_two_sessions_on_one_prefix_say_what_each_says_alone(
-    tmp_path_factory: pytest.TempPathFactory, family: str
+    tmp_path_factory: pytest.TempPathFactory, family: str, *, is_lost: bool
 ) -> None:
-    """At once, in float32, on real layers: all keys kept, a window, and where no fork can be."""
+    """At once, in float32, on real layers: all keys kept, a window, and where no fork can be.
+
+    Also where the tail loses each of them in the middle, and is fed what it never was fed.
+    """
     folder = tmp_path_factory.mktemp(family)
     tiny = save_tiny(folder, family, 4, tied=False)
     stages = [
@@ -175,12 +183,20 @@ async def test_two_sessions_on_one_prefix_say_what_each_says_alone(
     prompts = [[*SHARED, number, number + 1] for number in range(1, 5)]
     async with serve_mesh(stages, prefill_chunk_tokens=16) as mesh:
         bodies = [await ask(mesh, prompts[0], 12)]
+        if is_lost:
+            mesh.shards[1].recorder.before_step = partial(_forget, mesh.shards[1])
         bodies += await asyncio.gather(*(ask(mesh, prompt, 12) for prompt in prompts[1:]))
         alone = [spell(tiny.greedy(prompt, 12)) for prompt in prompts]
         assert [texts(body) for body in bodies] == [[text] for text in alone]
         is_forked = family != "gemma2"
         assert [cached(body) for body in bodies] == [0, *([50 if is_forked else 0] * 3)]
         await eventually(lambda: _is_idle(mesh), within_s=5)
+
+
+async def _forget(shard: Shard, step: SeenStep) -> None:
+    if step.past_len == 57 and step.epoch == 1:
+        async with shard_client(shard.url) as hop:
+            await hop.close(step.session)
 
 
 async def _is_idle(mesh: Mesh) -> bool:

@@ -40,6 +40,7 @@ from openai import AsyncOpenAI, DefaultAsyncHttpxClient
 
 from meshnet.model.fake_stage import FakeStage, fake_facts
 from meshnet.model.interface import StageModel
+from meshnet.openai.bodies import usage
 from meshnet.topology import LayerSpan
 from tests.support.answers import (
     CHAT,
@@ -201,7 +202,7 @@ async def test_counts_of_several_choices(mesh: Mesh, path: str) -> None:
 
     assert [chunk["choices"] for chunk in chunks].count([]) == 1
     assert chunks[-1]["choices"] == []
-    counts = {"prompt_tokens": 4, "completion_tokens": 16, "total_tokens": 20}
+    counts = usage(prompt_tokens=4, completion_tokens=16, cached_tokens=0)
     assert chunks[-1]["usage"] == counts
     assert [chunk["usage"] for chunk in chunks[:-1]] == [None] * (len(chunks) - 1)
 

@@ -248,6 +248,7 @@ async def serve_fleet(stages: Sequence[StageModel]) -> AsyncGenerator[Fleet]:
             [place.served.url for place in places],
             TOKENIZER,
             prefill_chunk_tokens=CHUNK_TOKENS,
+            prefix_reuse=False,  # the same is asked for twice, and is to be computed twice
             recovery_timeout_s=30.0,
         )
         _, client = await stack.enter_async_context(head)

@@ -129,8 +129,9 @@ def _call_of(response: Response) -> ResponseFunctionToolCall:
 
 
 def _comparable(response: Response) -> dict[str, Any]:
-    """What two answers to one request have in common: all but ids and times."""
-    body = response.to_dict()
+    """What two answers to one request have in common: all but ids, times and what was cached."""
+    body = cast("dict[str, Any]", response.to_dict())
+    del body["usage"]["input_tokens_details"]
     for item in cast("list[dict[str, Any]]", body["output"]):
         del item["id"]
         item.pop("call_id", None)
