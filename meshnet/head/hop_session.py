@@ -155,7 +155,7 @@ class HopSession:
             MeshError: The hop refused or failed in a way that trying again cannot mend.
         """
         step_id = self._new_step_id() if attempt is None else attempt.step_id
-        n_failures = 0
+        n_failures, is_smooth = 0, True
         started_at, step_ms = perf_counter(), 0.0
         try:
             while True:
@@ -168,6 +168,7 @@ class HopSession:
                 except InputsDropped:
                     raise  # feeding this hop alone cannot help; the pipeline feeds all of them
                 except MeshError as error:
+                    is_smooth = False
                     if self._was_no_fork(error):
                         continue
                     failure = error
@@ -180,7 +181,7 @@ class HopSession:
                 n_failures += 1
                 await self._mend(failure, tries, at_one_shard=n_failures <= _TRIES_AT_ONE_SHARD)
         finally:
-            if n_failures:
+            if not is_smooth:
                 lost_ms = (perf_counter() - started_at) * 1000 - step_ms
                 self._spent.note_recovery(self.hop.endpoint, lost_ms)
 
