@@ -21,12 +21,12 @@ from meshnet.model.interface import CacheState, StageStep
 from meshnet.model.layers.family import FamilyLayers
 from meshnet.model.layers.interface import Layers
 from meshnet.model.layers.key_value_cache import BLOCK_TOKENS
-from meshnet.model.layers.lean import LeanLayers
+from meshnet.model.layers.lean import LeanLayers, Norm
 from meshnet.model.layers.reading import NotLean
 from meshnet.model.torch_stage import TorchStage
 from meshnet.model.weights.packing import Packing
 from meshnet.topology import LayerSpan
-from meshnet.wire.frames import Frame
+from meshnet.wire.frames import Dtype, Frame
 from meshnet.wire.messages import TailAnswer
 from tests.support.tiny import WINDOW, save_tiny
 
@@ -40,11 +40,12 @@ PROMPTS = ([5, 17, 33], [2, 12, 44, 9, 61, 30, 1, 18, 40, 22], [7], [50, 51, 3, 
 
 
 def load(
-    folder: Path, span: tuple[int, int] = (0, N_LAYERS), packing: Packing | None = None
+    folder: Path,
+    span: tuple[int, int] = (0, N_LAYERS),
+    packing: Packing | None = None,
+    dtype: Dtype = "float32",
 ) -> TorchStage:
-    plan = loading.plan_stage(
-        str(folder), LayerSpan(*span), "float32", packing=packing, n_threads=1
-    )
+    plan = loading.plan_stage(str(folder), LayerSpan(*span), dtype, packing=packing, n_threads=1)
     return plan.load()
 
 
@@ -185,14 +186,37 @@ LOOKALIKES: dict[str, Callable[[], PreTrainedConfig]] = {
 }
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("lookalike", LOOKALIKES)
 def test_a_family_that_looks_alike_and_is_not_runs_its_own_way(
-    tmp_path: Path, lookalike: str
+    tmp_path: Path, lookalike: str, dtype: Dtype
 ) -> None:
     """The parts are Llama's, the numbers are not: the family's own forward is kept."""
     save(tmp_path, LOOKALIKES[lookalike]())
 
-    assert isinstance(layers_of(load(tmp_path)), FamilyLayers)
+    assert isinstance(layers_of(load(tmp_path, dtype=dtype)), FamilyLayers)
+
+
+@pytest.mark.parametrize("size", [1.0, 50.0, 5000.0])
+@pytest.mark.parametrize("family", LEAN_FAMILIES)
+def test_what_a_layer_adds_may_be_lost_in_the_digits_of_bfloat16(
+    tmp_path: Path, family: str, size: float
+) -> None:
+    """Real models have hidden states that dwarf what a layer adds; they run lean all the same."""
+    model = save_tiny(tmp_path, family, N_LAYERS, tied=False).model
+    with torch.no_grad():
+        model.get_input_embeddings().weight.mul_(size)
+    model.save_pretrained(tmp_path)
+
+    assert isinstance(layers_of(load(tmp_path, dtype="bfloat16")), LeanLayers)
+
+
+def test_a_norm_is_taken_in_float32() -> None:
+    """Squares in bfloat16 would have no digits left in their sum."""
+    rows, weight = torch.randn(8, 4096).bfloat16(), torch.randn(4096).bfloat16()
+    expected = torch.nn.functional.rms_norm(rows.float(), (4096,), weight.float(), 1e-5)
+
+    torch.testing.assert_close(Norm(weight, 1e-5)(rows).float(), expected, rtol=2**-8, atol=0.0)
 
 
 @settings(

@@ -63,12 +63,12 @@ class Norm:
     def __init__(self, weight: torch.Tensor, epsilon: float) -> None:
         # Of the sum instead of the mean, which is one call less.
         n = weight.shape[-1]
-        self._weight = weight * n**0.5
-        self._epsilon = torch.tensor(n * epsilon, dtype=weight.dtype)
+        self._weight = weight.float() * n**0.5
+        self._epsilon = torch.tensor(n * epsilon)
 
     def __call__(self, rows: torch.Tensor) -> torch.Tensor:
-        """[..., n] to the same, in the wider of the two dtypes and back."""
-        wide = rows.to(self._weight.dtype)
+        """[..., n] to the same, in float32 and back."""
+        wide = rows.float()
         squares = (wide * wide).sum(-1, keepdim=True)
         scales = squares.add_(self._epsilon).rsqrt_()
         return (wide * scales).mul_(self._weight).to(rows.dtype)
