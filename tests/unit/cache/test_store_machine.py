@@ -98,8 +98,8 @@ class StoreMachine(RuleBasedStateMachine):
     def fork(self, wish: Wish, number: int, short: int, ending: Ending | None) -> None:
         """A session begins with another one's tokens, but for the last few."""
         there = [session for session in self.model.held if session != wish.session]
-        candidates = [*there, *SESSIONS]
-        parent = candidates[number % len(candidates)]
+        candidates = there if there and number else SESSIONS  # mostly one that is held
+        parent = candidates[(number + short) % len(candidates)]
         if parent != wish.session:
             held = self.model.held.get(parent)
             past_len = max(1, (len(held.tokens) if held else 2) - short)
