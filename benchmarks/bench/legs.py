@@ -34,10 +34,14 @@ def _star(n_shards: int) -> int:
     return 2 * n_shards
 
 
+def _direct(n_shards: int) -> int:
+    return n_shards + 1
+
+
 WAYS: Final[dict[str, Way]] = {
     "star by POST": Way(POST, _star),
     "star by stream": Way(STREAM, _star),
-    "direct return": Way({**STREAM, "MESHNET_HEAD_HOP_RETURN": "direct"}, lambda n: n + 1),
+    "direct return": Way({**STREAM, "MESHNET_HEAD_HOP_RETURN": "direct"}, _direct),
 }
 
 
