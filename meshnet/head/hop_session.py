@@ -155,35 +155,14 @@ class HopSession:
             MeshError: The hop refused or failed in a way that trying again cannot mend.
         """
         step_id = self._new_step_id() if attempt is None else attempt.step_id
-        n_failures, is_smooth = 0, True
-        started_at, step_ms = perf_counter(), 0.0
+        started_at = perf_counter()
         try:
-            while True:
-                try:
-                    if not self._is_known:
-                        self._take(await self._look())
-                    if call.mode != "stateless":
-                        await self._catch_up(call.past_len, tries)
-                    answer = await self._ask(call, step_id, attempt)
-                except InputsDropped:
-                    raise  # feeding this hop alone cannot help; the pipeline feeds all of them
-                except MeshError as error:
-                    is_smooth = False
-                    if self._was_no_fork(error):
-                        continue
-                    failure = error
-                else:
-                    step_ms = answer.step_ms
-                    self._spent.note_step(self.hop.endpoint, answer)
-                    self._note_taken(call)
-                    return answer.result
-                attempt = None
-                n_failures += 1
-                await self._mend(failure, tries, at_one_shard=n_failures <= _TRIES_AT_ONE_SHARD)
-        finally:
-            if not is_smooth:
-                lost_ms = (perf_counter() - started_at) * 1000 - step_ms
-                self._spent.note_recovery(self.hop.endpoint, lost_ms)
+            answer = await self._try(call, step_id, tries, attempt)
+        except MeshError as error:
+            answer = await self._try_again(call, step_id, tries, error, started_at)
+        self._spent.note_step(self.hop.endpoint, answer)
+        self._note_taken(call)
+        return answer.result
 
     def fork(self, other: HopSession, n_tokens: int) -> None:
         """Begin with the first tokens of another session at the same place.
@@ -230,6 +209,38 @@ class HopSession:
             if self._fork_of is not None:
                 self._fork_of, self.n_forked = None, call.past_len
 
+    async def _try(
+        self, call: Call, step_id: StepId, tries: Tries, attempt: Attempt | None = None
+    ) -> HopAnswer:
+        """Run one call once, at a hop that has what it builds on."""
+        if not self._is_known:
+            self._take(await self._look())
+        if call.mode != "stateless":
+            await self._catch_up(call.past_len, tries)
+        return await self._ask(call, step_id, attempt)
+
+    async def _try_again(
+        self, call: Call, step_id: StepId, tries: Tries, failure: MeshError, started_at: float
+    ) -> HopAnswer:
+        """Run one call that failed until it does not; all but the last try is noted as recovery."""
+        n_failures, step_ms = 0, 0.0
+        try:
+            while True:
+                if not self._was_no_fork(failure):
+                    n_failures += 1
+                    at_one_shard = n_failures <= _TRIES_AT_ONE_SHARD
+                    await self._mend(failure, tries, at_one_shard=at_one_shard)
+                try:
+                    answer = await self._try(call, step_id, tries)
+                except MeshError as error:
+                    failure = error
+                else:
+                    step_ms = answer.step_ms
+                    return answer
+        finally:
+            lost_ms = (perf_counter() - started_at) * 1000 - step_ms
+            self._spent.note_recovery(self.hop.endpoint, lost_ms)
+
     async def _catch_up(self, past_len: int, tries: Tries) -> None:
         """Feed the hop what it lacks of the tokens before `past_len`."""
         if self._held == past_len:
@@ -252,6 +263,8 @@ class HopSession:
 
     async def _mend(self, failure: MeshError, tries: Tries, *, at_one_shard: bool) -> None:
         """Make the next try worth it."""
+        if isinstance(failure, InputsDropped):
+            raise failure  # feeding this hop alone cannot help; the pipeline feeds all of them
         tries.count(failure)
         match failure:
             case CacheMiss():
