@@ -210,13 +210,8 @@ class ShardWorker:
             self.check_begin()
 
     def _check_direct_return(self, step: StepHeaders) -> None:
-        if not self.push and (step.input_id or step.push_id):
-            raise InvalidRequest(
-                "this shard takes no part in direct return",
-                field=headers.INPUT_ID if step.input_id else headers.PUSH_ID,
-                value=step.input_id or step.push_id,
-                allowed=None,
-            )
+        if not self.push:
+            headers.refuse_direct_return(step, "this shard takes no part in direct return")
         if step.push_id and self.stage.facts.span.end == self.stage.facts.n_layers:
             raise InvalidRequest(
                 "this shard is the tail: nobody goes on with what it puts out",

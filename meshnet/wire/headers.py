@@ -235,11 +235,20 @@ def _check_direct_return(step: StepHeaders) -> None:
             value=None,
             allowed=_ALLOWED[missing[0]],
         )
-    named = INPUT_ID if step.input_id else None if missing else PUSH_ID
-    if named is not None and step.cache == "stateless":
+    if step.cache == "stateless":
+        refuse_direct_return(step, "a stateless step has no part in direct return")
+
+
+def refuse_direct_return(step: StepHeaders, message: str) -> None:
+    """Refuse a step whose input another shard pushes, or whose output is to be pushed.
+
+    Raises:
+        InvalidRequest: It is one.
+    """
+    if step.input_id or step.push_id:
         raise InvalidRequest(
-            f"{named} is there, but a stateless step has no part in direct return",
-            field=named,
+            message,
+            field=INPUT_ID if step.input_id else PUSH_ID,
             value=step.input_id or step.push_id,
             allowed=None,
         )

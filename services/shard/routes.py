@@ -17,7 +17,6 @@ from meshnet.ids import TOKEN_PATTERN, SessionId, is_token
 from meshnet.shard.host import ShardHost
 from meshnet.shard.mailbox import Mailbox
 from meshnet.wire import headers, problems
-from meshnet.wire.headers import StepHeaders
 from meshnet.wire.messages import ShardInfo
 from services.shard.answers import Answer, refuse, run_step, wrong_length
 from services.shard.metrics import ShardMetrics
@@ -69,7 +68,8 @@ async def forward(request: Request) -> Response:
     host, metrics = await _host(request), await _metrics(request)
     worker, began_at = host.worker, perf_counter()
     step = headers.parse(request.headers)
-    _refuse_direct_return(step)
+    # A caller that waits on a connection of its own is none that others could pass by.
+    headers.refuse_direct_return(step, "direct return is for steps over a stream")
     expected = worker.check(step)
     check_s = perf_counter() - began_at
     body = await _read_body(request, expected)
@@ -120,17 +120,6 @@ async def metrics_text(host: Host, metrics: Metrics) -> Response:
     store = host.store
     text = metrics.render(await store.usage(), store.drops, store.n_forks)
     return Response(text, media_type=CONTENT_TYPE_LATEST)
-
-
-def _refuse_direct_return(step: StepHeaders) -> None:
-    """A caller that waits for its answer on a connection of its own is none that others pass by."""
-    if step.input_id or step.push_id:
-        raise InvalidRequest(
-            "direct return is for steps over a stream",
-            field=headers.INPUT_ID if step.input_id else headers.PUSH_ID,
-            value=step.input_id or step.push_id,
-            allowed=None,
-        )
 
 
 def _last(request: Request, header: str) -> str | None:
