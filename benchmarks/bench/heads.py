@@ -9,7 +9,7 @@ from tempfile import TemporaryDirectory
 from typing import Final
 
 from benchmarks.bench.delay import Delay, delayed
-from benchmarks.bench.sides import DTYPES, Endpoint, open_endpoint
+from benchmarks.bench.sides import REUSE_VARIABLE, Endpoint, open_endpoint
 from benchmarks.bench.workload import Workload
 from meshnet.topology import even_spans
 from services.cli.cluster import PROGRAM, ClusterWatcher, LocalCluster, Member
@@ -25,12 +25,12 @@ Ways = Mapping[str, Mapping[str, str]]
 async def heads(
     work: Workload, n_shards: int, weights: str, ways: Ways, delay: Delay | None = None
 ) -> AsyncGenerator[dict[str, Endpoint]]:
-    """Shards of one thread each, and a head for each way, as processes.
+    """Shards of one thread each, and a head for each way, as processes. Every prompt is computed.
 
     Args:
         work: Whose model.
         n_shards: How many.
-        weights: The format of the weights, one of DTYPES.
+        weights: The format of the weights, one of `sides.DTYPES`.
         ways: One head each.
         delay: If given, whoever goes to a shard goes through a proxy that keeps everything back.
 
@@ -42,7 +42,6 @@ async def heads(
         cluster = LocalCluster(  # its own head has nothing to do
             str(work.model),
             even_spans(work.n_layers, n_shards),
-            dtype=DTYPES[weights],
             weights=weights,
             threads=1,
             log_dir=logs,
@@ -57,7 +56,8 @@ async def heads(
             ]
         started: dict[str, Endpoint] = {}
         for way, settings in ways.items():
-            env = {**settings, "MESHNET_HEAD_CLUSTER_KEY": cluster.cluster_key}
+            own = {"MESHNET_HEAD_CLUSTER_KEY": cluster.cluster_key, REUSE_VARIABLE: "false"}
+            env = {**own, **settings}
             head = await stack.enter_async_context(_head(work, urls, env, logs / f"{way}.log"))
             started[way] = await stack.enter_async_context(
                 open_endpoint(head.url, work.model.name, return_token_ids=True)

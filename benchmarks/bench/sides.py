@@ -26,7 +26,6 @@ from services.cli.cluster import ClusterError, LocalCluster
 
 DTYPES: Final = {"fp32": "float32", "bf16": "bfloat16", "int8": "float32", "int4": "float32"}
 """The formats of weights, and what hidden states and caches are beside them."""
-WEIGHTS_VARIABLE: Final = "MESHNET_SHARD_WEIGHTS"
 REUSE_VARIABLE: Final = "MESHNET_HEAD_PREFIX_REUSE"
 _ANSWER_LIMIT_S: Final = 600.0
 _LINE_LIMIT_BYTES: Final = 1024**2
@@ -130,9 +129,9 @@ async def nodes(
         cluster = LocalCluster(
             str(work.model),
             even_spans(work.n_layers, n_shards),
-            dtype=DTYPES[weights],
+            weights=weights,
             threads=1,
-            env={WEIGHTS_VARIABLE: weights, REUSE_VARIABLE: "false", **(env or {})},
+            env={REUSE_VARIABLE: "false", **(env or {})},
             log_dir=Path(logs),
             restart=False,
         )
