@@ -69,7 +69,9 @@ class StepScheduler(Generic[JobT]):
     Sessions that were answered together come again one shortly after the other. A batch that began
     with the first of them would leave the rest to the next batch, as often as they come, and a
     batch costs far more than one step more in it. So before a batch there is a short pause while
-    some are missing of those that left together. There is none for a session that left alone.
+    some are missing of those that left together. There is one as well for those who left last, if
+    they come back at once: else two groups would take turns on one shard for ever. A session that
+    is alone is never paused for.
 
     Args:
         max_batch: The most steps in a batch.
@@ -82,6 +84,7 @@ class StepScheduler(Generic[JobT]):
         self._parties: dict[SessionId | None, _Party] = {}
         self._newest: _Party | None = None
         self._absence_s = inf
+        """How long who came back last had been away."""
         self._taken_at = -inf
         self._ended_at = -inf
         self._single_ended_at = -inf
@@ -152,8 +155,8 @@ class StepScheduler(Generic[JobT]):
         for session in sessions:
             self._parties.pop(session, None)  # what is new is to be last
             self._parties[session] = self._newest
-        for forgotten in list(self._parties)[:-_REMEMBERED]:
-            del self._parties[forgotten]
+        while len(self._parties) > _REMEMBERED:
+            del self._parties[next(iter(self._parties))]
 
     def _take_batch(self) -> list[JobT]:
         batch: dict[SessionId | None, JobT] = {}
