@@ -14,6 +14,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from services.cli.chat import DEFAULT_URL, EndpointModel, EndpointUrl
 from services.cli.chat_client import Answer, ChatClient
 from services.cli.settings import CliSettings, load_settings
 from services.cli.timing import PARTS, TokenTimes, token_times
@@ -32,11 +33,8 @@ def bench(
         typer.Argument(metavar="[PROMPT]...", help="What to ask, in turn; unless given, our own."),
     ] = None,
     *,
-    url: Annotated[str, typer.Option(help="The endpoint's base URL.")] = "http://127.0.0.1:8000/v1",
-    model: Annotated[
-        str | None,
-        typer.Option(help="Its name there; the first one listed unless given."),
-    ] = None,
+    url: EndpointUrl = DEFAULT_URL,
+    model: EndpointModel = None,
     streams: Annotated[int, typer.Option(min=1, max=64, help="Answers at a time.")] = 1,
     rounds: Annotated[int, typer.Option(min=1, max=1000, help="How often so many.")] = 3,
     max_tokens: Annotated[int, typer.Option(min=2, help="Tokens of each answer.")] = 64,

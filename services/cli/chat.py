@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import sys
 from contextlib import suppress
-from typing import Annotated
+from typing import Annotated, Final
 
 import typer
 
 from services.cli.chat_client import Answer, ChatClient, HopTime
 from services.cli.errors import CliError
 from services.cli.settings import CliSettings, load_settings
+
+EndpointUrl = Annotated[str, typer.Option(help="The endpoint's base URL.")]
+EndpointModel = Annotated[
+    str | None, typer.Option(help="Its name there; the first one listed unless given.")
+]
+DEFAULT_URL: Final = "http://127.0.0.1:8000/v1"
 
 
 def chat(
@@ -19,11 +25,8 @@ def chat(
         typer.Argument(help="What to ask; without it a conversation is held, until Ctrl-D."),
     ] = None,
     *,
-    url: Annotated[str, typer.Option(help="The endpoint's base URL.")] = "http://127.0.0.1:8000/v1",
-    model: Annotated[
-        str | None,
-        typer.Option(help="Its name there; the first one listed unless given."),
-    ] = None,
+    url: EndpointUrl = DEFAULT_URL,
+    model: EndpointModel = None,
     max_tokens: Annotated[int, typer.Option(min=1, help="The longest answer.")] = 256,
     temperature: Annotated[
         float | None,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 from pydantic import Field, SecretStr, ValidationError
 from pydantic_settings import BaseSettings, SettingsConfigDict, SettingsError
@@ -13,12 +13,6 @@ from services.cli.errors import BadOption
 
 if TYPE_CHECKING:
     from pydantic_core import ErrorDetails
-
-ModelDtype = Literal["float32", "bfloat16", "float16"]
-"""What hidden states can be."""
-
-ModelWeights = Literal["fp32", "bf16", "int8", "int4"]
-"""How weights can be kept."""
 
 SomeSettings = TypeVar("SomeSettings", bound=BaseSettings)
 

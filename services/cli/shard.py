@@ -10,8 +10,8 @@ from meshnet.topology import LayerSpan
 from services.cli.errors import BadOption
 from services.cli.models import resolve_known
 from services.cli.serving import StopWithStdin, is_loopback, serve, stop_with_stdin
-from services.cli.settings import ModelDtype, ModelWeights, load_settings
-from services.shard.settings import ShardSettings
+from services.cli.settings import load_settings
+from services.shard.settings import Dtype, ShardSettings, Weights
 
 
 def shard(
@@ -39,7 +39,7 @@ def shard(
     ] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=1, max=65535, help="Port to listen on.")] = 8001,
     dtype: Annotated[
-        ModelDtype | None,
+        Dtype | None,
         typer.Option(
             help="Of hidden states and caches; float32 unless --weights is bf16. "
             "(env: MESHNET_SHARD_DTYPE)",
@@ -47,7 +47,7 @@ def shard(
         ),
     ] = None,
     weights: Annotated[
-        ModelWeights | None,
+        Weights | None,
         typer.Option(
             help="How weights are kept: in 8 or 4 bits, or in the dtype unless given. "
             "(env: MESHNET_SHARD_WEIGHTS)",

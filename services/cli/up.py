@@ -21,7 +21,8 @@ from services.cli.cluster import LocalCluster
 from services.cli.models import resolve
 from services.cli.progress import LoadingLines
 from services.cli.serving import check_port_free, share_of_cores
-from services.cli.settings import CliSettings, ModelDtype, ModelWeights, load_settings
+from services.cli.settings import CliSettings, load_settings
+from services.shard.settings import Dtype, Weights
 
 
 def up(
@@ -35,14 +36,14 @@ def up(
     shards: Annotated[int, typer.Option(min=1, help="How many; each gets a span of layers.")] = 2,
     port: Annotated[int, typer.Option(min=1, max=65535, help="The endpoint's port.")] = 8000,
     dtype: Annotated[
-        ModelDtype | None,
+        Dtype | None,
         typer.Option(
             help="Of hidden states and caches; float32 unless --weights is bf16.",
             show_default=False,
         ),
     ] = None,
     weights: Annotated[
-        ModelWeights | None,
+        Weights | None,
         typer.Option(
             help="How weights are kept: in 8 or 4 bits, or in the dtype unless given.",
             show_default=False,
