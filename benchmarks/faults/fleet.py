@@ -11,7 +11,6 @@ import secrets
 from contextlib import AsyncExitStack
 from pathlib import Path
 from time import monotonic
-from types import TracebackType
 from typing import Any, Final, Self
 
 import httpx
@@ -81,12 +80,7 @@ class FaultCluster:
             await self._stack.enter_async_context(node)
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self._stop_head()
         await self._stack.aclose()
 

@@ -6,7 +6,6 @@ import asyncio
 import signal
 from pathlib import Path
 from time import monotonic
-from types import TracebackType
 from typing import Final, Self
 
 import httpx
@@ -65,17 +64,12 @@ class Node:
         await self.proxy.__aenter__()
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *ended: object) -> None:
         await self.kill()
         self._take_successor()
         await self.kill()
         await self._http.aclose()
-        await self.proxy.__aexit__(kind, error, traceback)
+        await self.proxy.__aexit__(*ended)
 
     @property
     def _url(self) -> str:

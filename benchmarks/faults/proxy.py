@@ -12,7 +12,6 @@ import asyncio
 from asyncio import IncompleteReadError, StreamReader, StreamWriter
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
-from types import TracebackType
 from typing import Self
 
 from websockets.exceptions import WebSocketException
@@ -58,12 +57,7 @@ class Proxy:
         self._server = await asyncio.start_server(self._serve, "127.0.0.1", self.port)
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         if self._server is not None:
             self._server.close()
             await self._server.wait_closed()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Coroutine
-from types import TracebackType
 from typing import Any, TypeVar
 
 ResultT = TypeVar("ResultT")
@@ -24,12 +23,7 @@ class Background:
     async def __aenter__(self) -> Background:
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         ends_at = asyncio.get_running_loop().time() + self._exit_s
         while self._tasks:
             left_s = ends_at - asyncio.get_running_loop().time()

@@ -8,7 +8,6 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from time import perf_counter
-from types import TracebackType
 from typing import Final, TypeVar
 
 from meshnet.errors import QueueFull
@@ -70,12 +69,7 @@ class ComputeThread:
     async def __aenter__(self) -> ComputeThread:
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         while self._pending:
             await asyncio.wait([job.outcome for job in self._pending])
         # What else runs ends by itself; waiting for it here would block the loop.

@@ -6,7 +6,6 @@ import asyncio
 from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Final
 
 from meshnet.transport.hop_stream import HopStreams, StreamLimits
@@ -51,12 +50,7 @@ class Neighbours:
     async def __aenter__(self) -> Neighbours:
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         keeping = list(self._keeping)
         for task in keeping:
             task.cancel()

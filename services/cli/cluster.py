@@ -8,7 +8,6 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from time import monotonic
-from types import TracebackType
 from typing import Final, Self
 
 import httpx
@@ -190,12 +189,7 @@ class LocalCluster:
             self._supervisors = [asyncio.create_task(self._keep_up(m)) for m in self.members]
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self._stop()
 
     async def wait_ready(self, member: Member) -> None:
