@@ -37,8 +37,13 @@ class Job:
 
     @property
     def is_decode(self) -> bool:
-        """Whether it can share a forward with others': it has one token, and a state."""
-        return self.state is not None and self.step.frame.n_tokens == 1
+        """Whether it can share a forward with others': one more token of a session.
+
+        A session's first token is a short prompt's. A head probes a shard that came back with such
+        a one, which is not to change the last digits of who is fed again there.
+        """
+        has_tokens = self.state is not None and self.step.position > 0
+        return has_tokens and self.step.frame.n_tokens == 1
 
 
 JobT = TypeVar("JobT", bound=Job)

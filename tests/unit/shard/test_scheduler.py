@@ -25,13 +25,18 @@ def chunk(session: str, at: float = 0.0) -> Job:
     return Job(_step(3, 0), FakeState(), SessionId(session), at)
 
 
+def short_prompt(session: str) -> Job:
+    """A session's first token."""
+    return Job(_step(1, 0, position=0), FakeState(), SessionId(session), 0.0)
+
+
 def stateless(at: float = 0.0) -> Job:
     """A step of one token that keeps nothing."""
     return Job(_step(1, 0), None, None, at)
 
 
-def _step(n_tokens: int, start_layer: int) -> StageStep:
-    return StageStep(Frame.of_token_ids([5] * n_tokens), start_layer, position=7)
+def _step(n_tokens: int, start_layer: int, *, position: int = 7) -> StageStep:
+    return StageStep(Frame.of_token_ids([5] * n_tokens), start_layer, position)
 
 
 def scheduler_of(*jobs: Job) -> StepScheduler[Job]:
@@ -94,12 +99,17 @@ def test_two_steps_of_a_session_are_never_in_one_batch() -> None:
     assert run_next(scheduler, 2, 3) == ["a"]
 
 
-@pytest.mark.parametrize("single", [chunk("p"), stateless()], ids=["chunk", "stateless"])
+@pytest.mark.parametrize(
+    "single",
+    [chunk("p"), short_prompt("p"), stateless()],
+    ids=["chunk", "short-prompt", "stateless"],
+)
 def test_what_is_no_decode_runs_alone(single: Job) -> None:
-    """A chunk of a prompt shares no forward, nor does a step without a state."""
-    scheduler = scheduler_of(single, chunk("q"))
+    """A prompt's tokens share no forward, not even a single one, nor does a stateless step."""
+    scheduler = scheduler_of(single, decode("a"), decode("b"))
 
     assert scheduler.take(1.0) == [single]
+    assert sessions_in(scheduler.take(1.0)) == ["a", "b"]
 
 
 # --- taking turns ---
