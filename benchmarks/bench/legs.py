@@ -20,6 +20,8 @@ _SHARDS: Final = (2, 4)
 _ONE_WAY_MS: Final = (5, 20, 50)
 _N_TOKENS: Final = 24
 """Of an answer: at 50 ms and eight legs a token takes most of half a second."""
+_RETURN_VARIABLE: Final = "MESHNET_HEAD_HOP_RETURN"
+"""Left to itself a head goes over from star to direct return once hops are far."""
 _TAKEN, _LEGS = "measured", "without delay, and the legs"
 
 
@@ -40,8 +42,8 @@ def _direct(n_shards: int) -> int:
 
 WAYS: Final[dict[str, Way]] = {
     "star by POST": Way(POST, _star),
-    "star by stream": Way(STREAM, _star),
-    "direct return": Way({**STREAM, "MESHNET_HEAD_HOP_RETURN": "direct"}, _direct),
+    "star by stream": Way({**STREAM, _RETURN_VARIABLE: "star"}, _star),
+    "direct return": Way({**STREAM, _RETURN_VARIABLE: "direct"}, _direct),
 }
 
 
