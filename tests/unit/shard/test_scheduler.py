@@ -106,9 +106,10 @@ def test_two_steps_of_a_session_are_never_in_one_batch() -> None:
 )
 def test_what_is_no_decode_runs_alone(single: Job) -> None:
     """A prompt's tokens share no forward, not even a single one, nor does a stateless step."""
-    scheduler = scheduler_of(single, decode("a"), decode("b"))
+    scheduler = scheduler_of(single, chunk("q"), decode("a"), decode("b"))
 
     assert scheduler.take(1.0) == [single]
+    assert sessions_in(scheduler.take(1.0)) == ["q"]
     assert sessions_in(scheduler.take(1.0)) == ["a", "b"]
 
 
