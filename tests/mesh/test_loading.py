@@ -27,6 +27,7 @@ from transformers import (
 
 from meshnet.errors import Draining, InvalidRequest, ModelError
 from meshnet.model.loading import StagePlan, plan_stage
+from meshnet.model.weights.packing import Packing
 from meshnet.topology import LayerSpan
 from tests.support.hub import COMMIT, FakeHub
 from tests.support.serving import serve
@@ -219,6 +220,20 @@ def test_gguf_tensors_are_those_of_transformers_own_loader(tmp_path: Path, famil
             assert torch.equal(tensor, reference[".".join(parts)]), name
 
 
+@pytest.mark.parametrize("packing", [None, "int8", "int4"])
+def test_layers_of_a_gguf_are_packed_alike_in_any_span(
+    tmp_path: Path, packing: Packing | None
+) -> None:
+    """Parts of a GGUF, a tied lm_head among them, hold what the whole holds."""
+    path = _write_gguf(tmp_path, "llama")
+
+    def digests(start: int, end: int) -> tuple[str, ...]:
+        plan = plan_stage(str(path), LayerSpan(start, end), "float32", packing=packing, n_threads=1)
+        return plan.load().facts.layer_digests
+
+    assert digests(0, 2) + digests(2, N_LAYERS) == digests(0, N_LAYERS)
+
+
 def test_a_truncated_gguf_is_refused(tmp_path: Path) -> None:
     """A GGUF file that lacks its last bytes is refused before a weight is read."""
     path = _write_gguf(tmp_path, "llama")
@@ -314,7 +329,8 @@ def _write_gguf(folder: Path, family: str) -> Path:
     rng = np.random.default_rng(0)
     for name, shape in _gguf_shapes(family).items():
         values = rng.standard_normal(shape, dtype=np.float32)
-        kind = gguf.GGMLQuantizationType.Q8_0 if "ffn" in name else gguf.GGMLQuantizationType.Q4_1
+        is_8_bit = "ffn" in name or "embd" in name
+        kind = gguf.GGMLQuantizationType.Q8_0 if is_8_bit else gguf.GGMLQuantizationType.Q4_1
         if len(shape) == 1:
             writer.add_tensor(name, values)
         else:

@@ -118,8 +118,9 @@ def fill(
         _load(model, state, mapping)
     else:
         names = packable(model, packing)
+        kept = _kept_as_blocks(model, names, packing)
         for part in _layer_by_layer(state):
-            blocks = _blocks(part, names, packing)
+            blocks = _blocks(part, kept, packing)
             _load(model, {name: part[name] for name in part.keys() - blocks.keys()}, mapping)
             for name, block in blocks.items():
                 part[name].count(block.n_elements)
@@ -160,26 +161,37 @@ def _layer_by_layer(state: Mapping[str, Metered]) -> Iterable[dict[str, Metered]
     return parts.values()
 
 
+def _kept_as_blocks(
+    model: PreTrainedModel, names: frozenset[str], packing: Packing
+) -> frozenset[str]:
+    """The layers that keep a file's blocks: all that are packed, but in 8 bits `lm_head`.
+
+    That one is the widest of all, and the kernel of blocks takes three times as long for the rows
+    of a batch. It is rounded to 8 bits from what the blocks say, in whatever span it is.
+    """
+    if packing == "int4":
+        return names
+    head = model.get_output_embeddings()
+    return frozenset(name for name in names if model.get_submodule(name) is not head)
+
+
 def _blocks(
-    part: Mapping[str, Metered], names: Collection[str], packing: Packing
+    part: Mapping[str, Metered], kept: Collection[str], packing: Packing
 ) -> dict[str, Blocks]:
     """What can be kept as it is, by tensor name."""
-    own = {name: part[name].blocks(packing) for name in part if _layer_of(name) in names}
+    own = {name: part[name].blocks(packing) for name in part if _layer_of(name) in kept}
     return {name: block for name, block in own.items() if block is not None}
 
 
 def _pack_twins(
     model: PreTrainedModel, state: Mapping[str, Metered], twins: Mapping[str, str], packing: Packing
 ) -> None:
-    """What is a twin of the embedding gets packed weights of its own: that one stays as it is.
-
-    In 8 bits they are rounded from it, whatever the file's blocks: `lm_head` is the widest layer of
-    all, and the kernel of blocks takes three times as long for the rows of a batch.
-    """
+    """What is a twin of the embedding gets packed weights of its own: that one stays as it is."""
     names = packable(model, packing)
-    for twin, original in twins.items() if packing == "int4" else ():
+    kept = _kept_as_blocks(model, names, packing)
+    for twin, original in twins.items():
         block = state[original].blocks(packing) if original in state else None
-        if block is not None and _layer_of(twin) in names:
+        if block is not None and _layer_of(twin) in kept:
             _install(model, twin, block)
     pack(model, names, packing)
 
