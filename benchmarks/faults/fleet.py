@@ -18,6 +18,7 @@ import httpx
 from benchmarks.faults.baseline import Baseline, measure
 from benchmarks.faults.matrix import HOPS, FleetName, HopName, Setup
 from benchmarks.faults.node import LONG_TTL_S, SHORT_TTL_S, Node, sessions_left
+from meshnet.shard.mailbox import MailboxLimits
 from meshnet.topology import even_spans
 from services.cli.cluster import PROGRAM, ClusterError, Member
 from services.cli.serving import free_port
@@ -26,6 +27,10 @@ N_LAYERS: Final = 30
 STEP_TIMEOUT_S: Final = 20.0
 _SETTLE_LIMIT_S: Final = 8.0
 """How soon after a reply every session must be gone; longer than the head's 5 s for a DELETE."""
+_STEP_LIMIT_S: Final = MailboxLimits().wait_s + 5.0
+"""How soon after a reply no step may be under way. One of direct return that the head has gone on
+without, and that the fault delivers when its session is closed, waits for an input that never comes
+(ADR 0023)."""
 _HEAD_START_LIMIT_S: Final = 60.0
 _HEAD_SEES_LIMIT_S: Final = 20.0
 _POLL_S: Final = 0.05
@@ -121,7 +126,7 @@ class FaultCluster:
             node.resume()
         if left := await sessions_left(nodes, _SETTLE_LIMIT_S):
             return left
-        end = monotonic() + _SETTLE_LIMIT_S
+        end = monotonic() + _STEP_LIMIT_S
         while any(node.proxy.in_flight for node in nodes):
             if monotonic() > end:
                 return [f"{n.name} still has a step" for n in nodes if n.proxy.in_flight]
