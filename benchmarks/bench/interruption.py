@@ -9,7 +9,7 @@ from typing import Final
 from benchmarks.bench.answers import gaps_s
 from benchmarks.bench.results import Result, median_of, ratio
 from benchmarks.bench.sides import REUSE_VARIABLE, Endpoint, in_each_format, nodes
-from benchmarks.bench.workload import Workload
+from benchmarks.bench.workload import STRIDE, Workload
 from services.head.settings import HeadSettings
 
 CHUNK_SLACK: Final = 1.2
@@ -17,8 +17,6 @@ TARGET: Final = 1.0
 _FORMATS: Final = ("fp32", "int8")
 _N_STREAMS: Final = 4
 _ARRIVING_TOKENS: Final = 2048
-_STRIDE: Final = 61
-"""From one prompt to the next in the text, so that none begins as one before it did."""
 _GAP: Final = "longest gap"
 _LAST, _FIRST = "allowed by the last chunk", "allowed by the first chunk"
 _CHUNK_TOKENS: Final[int] = HeadSettings.model_fields["prefill_chunk_tokens"].default
@@ -35,8 +33,8 @@ async def measure(work: Workload) -> list[Result]:
         times: dict[str, list[float]] = {_GAP: [], _LAST: [], _FIRST: []}
         async with nodes(work, 2, weights, {REUSE_VARIABLE: "true"}) as two:
             for number in range(work.rounds + 1):
-                first_s, last_s = await _chunks_s(work, two, 2 * number * _STRIDE)
-                gap_s, step_s = await _interrupt(work, two, (2 * number + 1) * _STRIDE)
+                first_s, last_s = await _chunks_s(work, two, 2 * number * STRIDE)
+                gap_s, step_s = await _interrupt(work, two, (2 * number + 1) * STRIDE)
                 times[_GAP].append(gap_s)
                 times[_LAST].append(CHUNK_SLACK * last_s + step_s)
                 times[_FIRST].append(CHUNK_SLACK * first_s + step_s)

@@ -6,13 +6,11 @@ from typing import Final
 
 from benchmarks.bench.results import Result, median_of, ratio
 from benchmarks.bench.sides import REUSE_VARIABLE, nodes
-from benchmarks.bench.workload import Workload
+from benchmarks.bench.workload import STRIDE, Workload
 
 TARGET: Final = 0.2
 _SHARED: Final = 500
 _OWN: Final = 20
-_STRIDE: Final = 61
-"""From one prefix to the next in the text, so that none begins as one before it did."""
 _FIRST: Final = "first"
 _SECOND: Final = "second"
 
@@ -22,7 +20,7 @@ async def measure(work: Workload) -> list[Result]:
     times: dict[str, list[float]] = {_FIRST: [], _SECOND: []}
     async with nodes(work, 2, "fp32", {REUSE_VARIABLE: "true"}) as two:
         for number in range(work.rounds + 1):
-            shared = work.prompt(_SHARED, at=number * _STRIDE)
+            shared = work.prompt(_SHARED, at=number * STRIDE)
             for place, name in enumerate((_FIRST, _SECOND)):
                 own = work.prompt(_OWN, at=(2 * number + place) * _OWN)
                 answer = await two.ask([*shared, *own], 1)

@@ -13,6 +13,8 @@ from meshnet.text.tokenizer import ChatTokenizer
 TEXT = Path(__file__).parent / "text.txt"
 """Written for this benchmark, and in the public domain."""
 PROMPT_TOKENS = 64
+STRIDE = 61
+"""From one prompt to the next in the text, where none may begin as one before it did."""
 
 CaseT = TypeVar("CaseT")
 
