@@ -18,7 +18,7 @@ import httpx
 from benchmarks.faults.baseline import Baseline, measure
 from benchmarks.faults.matrix import HOPS, FleetName, HopName, Setup
 from benchmarks.faults.node import LONG_TTL_S, SHORT_TTL_S, Node, sessions_left
-from meshnet.shard.mailbox import MailboxLimits
+from benchmarks.faults.question import ask
 from meshnet.topology import even_spans
 from services.cli.cluster import PROGRAM, ClusterError, Member
 from services.cli.serving import free_port
@@ -26,13 +26,12 @@ from services.cli.serving import free_port
 N_LAYERS: Final = 30
 STEP_TIMEOUT_S: Final = 20.0
 _SETTLE_LIMIT_S: Final = 8.0
-"""How soon after a reply every session must be gone; longer than the head's 5 s for a DELETE."""
-_STEP_LIMIT_S: Final = MailboxLimits().wait_s + 5.0
-"""How soon after a reply no step may be under way. One of direct return that the head has gone on
-without, and that the fault delivers when its session is closed, waits for an input that never comes
-(ADR 0023)."""
+"""How soon after a reply every session and step must be gone; longer than the head's 5 s for a
+DELETE."""
 _HEAD_START_LIMIT_S: Final = 60.0
 _HEAD_SEES_LIMIT_S: Final = 20.0
+_DIRECT_LIMIT_S: Final = 60.0
+_FEW_TOKENS: Final = 4
 _POLL_S: Final = 0.05
 
 HeadKey = tuple[FleetName, float]
@@ -73,6 +72,11 @@ class FaultCluster:
     def head_url(self) -> str:
         """Where the head of the last setup listens."""
         return "" if self._head is None else self._head.url
+
+    @property
+    def is_direct(self) -> bool:
+        """Whether hidden states are to go from shard to shard."""
+        return self._hop_return == "direct"
 
     @property
     def n_pushed(self) -> int:
@@ -116,6 +120,8 @@ class FaultCluster:
             await asyncio.gather(*(node.kill() for node in nodes))
             await _ensure(ttls)
             await self._ensure_head(key, nodes)
+        if self.is_direct:
+            await self._go_direct()
         return self._baselines[key]
 
     async def settle(self, fleet: FleetName) -> list[str]:
@@ -126,12 +132,28 @@ class FaultCluster:
             node.resume()
         if left := await sessions_left(nodes, _SETTLE_LIMIT_S):
             return left
-        end = monotonic() + _STEP_LIMIT_S
+        end = monotonic() + _SETTLE_LIMIT_S
         while any(node.proxy.in_flight for node in nodes):
             if monotonic() > end:
                 return [f"{n.name} still has a step" for n in nodes if n.proxy.in_flight]
             await asyncio.sleep(_POLL_S)
         return await sessions_left(nodes, _SETTLE_LIMIT_S)  # a step may have come late
+
+    async def _go_direct(self) -> None:
+        """Ask until shards hand over to each other: a head leaves them alone after a failure.
+
+        Raises:
+            ClusterError: They do not.
+        """
+        n_steps = (_FEW_TOKENS - 1) * (len(HOPS) - 1)
+        end = monotonic() + _DIRECT_LIMIT_S
+        while monotonic() < end:
+            before = self.n_pushed
+            await ask(self.head_url, "plain", limit_s=_DIRECT_LIMIT_S, n_tokens=_FEW_TOKENS)
+            if self.n_pushed - before >= n_steps:
+                return
+            await asyncio.sleep(_POLL_S)
+        raise ClusterError("shards do not hand over to each other")
 
     async def _ensure_head(self, key: HeadKey, nodes: list[Node]) -> None:
         is_running = self._head is not None and self._head.returncode is None

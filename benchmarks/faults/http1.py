@@ -70,6 +70,11 @@ class Message:
         return self._get(names.CACHE) == "decode"
 
     @property
+    def is_direct(self) -> bool:
+        """Whether a step has its input from another shard, or hands on its output to one."""
+        return self._get(names.INPUT_ID) is not None or self._get(names.PUSH_ID) is not None
+
+    @property
     def past_len(self) -> int:
         """The tokens that a step builds on."""
         return int(self._get(names.PAST_LEN) or 0)

@@ -17,11 +17,13 @@ class Trigger:
 
     Attributes:
         fired_at: `perf_counter()` of the fault, None before it.
+        met: The step that it met, None before it.
         afterwards: Once it has fired: what is done with everything else that comes to that shard.
     """
 
     def __init__(self, decode_step: int, action: Action) -> None:
         self.fired_at: float | None = None
+        self.met: Message | None = None
         self.afterwards: Action | None = None
         self._decode_step = decode_step
         self._action = action
@@ -43,6 +45,7 @@ class Trigger:
             and self._ordinal(request) == self._decode_step
         ):
             self.fired_at = perf_counter()
+            self.met = request
             self._node = node
             return await self._action(node, request)
         if self.afterwards is not None and node is self._node:

@@ -9,6 +9,8 @@ from benchmarks.faults.fleet import STEP_TIMEOUT_S
 from benchmarks.faults.matrix import DOCUMENTED, Cell
 from benchmarks.faults.question import Reply, SeenError
 
+BY_THE_HEAD: Final = "by the head"
+"""The outcome of a cell that says nothing of direct return: its step took no part in it."""
 ERROR_SLACK_S: Final = 5.0
 """How much later than its time-outs the head may say that it gave up."""
 
@@ -46,6 +48,7 @@ class Evidence:
         error_s: From the fault to the end of the reply; None where it did not happen.
         next_error: What the next request met, where one was made: the shard is still dead.
         left: Sessions or steps that did not end.
+        by_the_head: The fault was to meet a step of direct return, and met another one.
     """
 
     reply: Reply
@@ -53,6 +56,7 @@ class Evidence:
     error_s: float | None
     next_error: SeenError | None = None
     left: tuple[str, ...] = ()
+    by_the_head: bool = False
 
     @property
     def is_identical(self) -> bool:
@@ -68,9 +72,11 @@ def judge(cell: Cell, seen: Evidence) -> tuple[str, str]:
     if reply.hung:
         return "hang", f"after {len(reply.event_s)} tokens"
     outcome, detail = ("identical", "") if seen.is_identical else _judge_unequal(cell, seen)
-    if seen.left and outcome in {"identical", "error"}:
+    if outcome not in {"identical", "error"}:
+        return outcome, detail
+    if seen.left:
         return "leak", "; ".join(seen.left)
-    return outcome, detail
+    return (BY_THE_HEAD if seen.by_the_head else outcome), detail
 
 
 def _judge_unequal(cell: Cell, seen: Evidence) -> tuple[str, str]:

@@ -128,6 +128,28 @@ class SessionCacheStore(Generic[StateT]):
             if lease.replay is None:
                 self._leave(entry, step, lease.committed)
 
+    async def look_up(self, key: CacheKey, step: StepRef) -> object | None:
+        """What a step that is not to be run yet can be told already. Takes and changes nothing.
+
+        Returns:
+            The stored answer of the step that was committed last; None where there is none.
+
+        Raises:
+            StaleEpoch: As `lease`.
+            CacheMiss: The step is guarded and late: in its own epoch the session has gone on.
+        """
+        async with self._lock:
+            self._tidy()
+            self._check_epoch(key.session, step.epoch)
+            entry = self._entries.get(key.session)
+            if entry is None:
+                return None
+            answer = entry.answer_to(key, step)
+            is_over = step.guarded and step.epoch == entry.epoch and step.past_len < entry.length
+            if answer is None and is_over:
+                raise self._miss_length(entry, step)
+            return answer
+
     async def release(self, session: SessionId, epoch: int = 0, *, keep: bool = False) -> int:
         """Free what the session holds; one in a running step goes when the step ends.
 
@@ -310,12 +332,17 @@ class SessionCacheStore(Generic[StateT]):
                 f"session {key.session} is held for layers {_span(entry.key)}, not {_span(key)}",
             )
         if entry.length != step.past_len:
-            where = f"session {key.session} held {entry.length} tokens, not {step.past_len}"
-            if step.guarded:
-                raise self._miss("length_mismatch", where, held=entry.length)
-            self._drop(key, "length_mismatch")
-            raise self._miss("length_mismatch", f"{where}: dropped")
+            raise self._miss_length(entry, step)
         return entry
+
+    def _miss_length(self, entry: Entry[StateT], step: StepRef) -> CacheMiss:
+        """The miss of a step at another position, which costs the session if it is unguarded."""
+        session = entry.key.session
+        where = f"session {session} held {entry.length} tokens, not {step.past_len}"
+        if step.guarded:
+            return self._miss("length_mismatch", where, held=entry.length)
+        self._drop(entry.key, "length_mismatch")
+        return self._miss("length_mismatch", f"{where}: dropped")
 
     def _why_not_held(self, session: SessionId) -> MissReason:
         ended = self._ended.get(session)

@@ -137,6 +137,19 @@ class ShardWorker:
             done = await self._cached(step, work)
         return replace(done, read_ms=read_ms)
 
+    async def recall(self, step: StepHeaders) -> Timed | None:
+        """What is known of a checked cached step before its input is there.
+
+        Returns:
+            What it put out, where it was the session's last one already. None: it may be run.
+
+        Raises:
+            StaleEpoch: The session was closed, or is steered by another head.
+            CacheMiss: The session has gone on since.
+        """
+        answer = await self.store.look_up(*self._refer(step))
+        return None if answer is None else _repeated(answer)
+
     def _read(self, step: StepHeaders, body: bytes) -> StageStep:
         n_tensor, vocab_size = nbytes(step.dtype, step.shape), self.stage.facts.vocab_size
         frame = Frame(step.dtype, step.shape, body[:n_tensor])
@@ -165,11 +178,10 @@ class ShardWorker:
         return freed
 
     async def _cached(self, step: StepHeaders, work: StageStep) -> Timed:
-        session = SessionId(cast("str", step.session))  # check() has seen to it
-        key = CacheKey(session, work.start_layer, self.stage.facts.span.end)
+        key, ref = self._refer(step)
         lease = self.store.lease(
             key,
-            StepRef(StepId(step.step) if step.step else None, step.past_len, step.epoch),
+            ref,
             fresh=step.past_len == 0,
             need_bytes=self._need_bytes(work, begins=_begins(step)),
             new_state=lambda: self.stage.new_state(work.start_layer),
@@ -178,15 +190,21 @@ class ShardWorker:
         )
         async with lease as held:
             if held.replay is not None:
-                return Timed(cast("StageOutput", held.replay), 0.0, 0.0, batch_size=0)
-            done = await self.compute.step(self.stage, work, held.state, session)
+                return _repeated(held.replay)
+            done = await self.compute.step(self.stage, work, held.state, key.session)
             held.commit(
                 n_tokens=work.frame.n_tokens,
                 answer=done.result,
                 answer_nbytes=self._answer_nbytes(work.frame.n_tokens, work.n_scores),
             )
-        self._log_step(step, session, done)
+        self._log_step(step, key.session, done)
         return done
+
+    def _refer(self, step: StepHeaders) -> tuple[CacheKey, StepRef]:
+        """How the store knows a cached step."""
+        session = SessionId(cast("str", step.session))  # check() has seen to it
+        key = CacheKey(session, self._start_layer(step), self.stage.facts.span.end)
+        return key, StepRef(StepId(step.step) if step.step else None, step.past_len, step.epoch)
 
     def _need_bytes(self, work: StageStep, *, begins: bool) -> int:
         """What a step adds: the state's growth, and the answer kept for a repeat.
@@ -257,6 +275,11 @@ class ShardWorker:
             queue_ms=round(done.queue_ms, 2),
             compute_ms=round(done.compute_ms, 2),
         )
+
+
+def _repeated(answer: object) -> Timed:
+    """A stored answer: nothing was run for it."""
+    return Timed(cast("StageOutput", answer), 0.0, 0.0, batch_size=0)
 
 
 def _begins(step: StepHeaders) -> bool:

@@ -8,6 +8,7 @@ from time import perf_counter
 
 from meshnet.errors import InvalidRequest, MeshError
 from meshnet.ids import SessionId
+from meshnet.shard.compute import Timed
 from meshnet.shard.mailbox import Mailbox
 from meshnet.shard.worker import ShardWorker
 from meshnet.wire import headers, problems
@@ -46,6 +47,11 @@ async def run_step(
     if step.session is not None:
         mailbox.dismiss(SessionId(step.session))
     done = await worker.step(step, body)
+    return as_answer(done, metrics, step, check_s)
+
+
+def as_answer(done: Timed, metrics: ShardMetrics, step: StepHeaders, check_s: float) -> Answer:
+    """What a step put out, as its answer; it is counted. `check_s` is as in `run_step`."""
     metrics.count_step(step.cache, done)
     ran_at = perf_counter()
     named = {

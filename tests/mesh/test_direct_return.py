@@ -489,6 +489,41 @@ async def test_a_step_whose_input_came_is_replayed() -> None:
         assert tail.stage.runs == [(3, 1)]
 
 
+async def test_a_copy_of_a_step_waits_for_no_input() -> None:
+    """It has the answer of the step itself, and the step that waits by then is not given up."""
+    async with open_tail() as tail:
+        await tail.push(push_of(9))
+        await tail.send(1)
+        assert await tail.answer() == (1, 200, RIGHT)
+        await tail.send(2, Step="2", Past_Len="4", Input_Id="j")
+        await (await tail.head.ping())
+        await tail.send(3)
+        assert await tail.answer() == (3, 200, RIGHT)
+
+        await tail.push(push_of(8, "j"))
+        assert (await tail.answer())[:2] == (2, 200)
+        assert tail.stage.runs == [(3, 1), (4, 1)]
+
+
+async def test_a_step_that_its_session_has_passed_waits_for_no_input() -> None:
+    """A copy that comes later still is told that it is late, one after the end that it is over."""
+    async with open_tail() as tail:
+        await tail.send(1, hidden_of([9]), Input_Id=None)
+        assert (await tail.answer())[:2] == (1, 200)
+        await tail.send(2, hidden_of([8]), Input_Id=None, Step="2", Past_Len="4")
+        assert (await tail.answer())[:2] == (2, 200)
+        await tail.send(3)
+        number, status, body = await tail.answer()
+        assert (number, status) == (3, 409)
+        assert b"length_mismatch" in body
+
+        await tail.posts.http.delete("/v1/sessions/s", headers={"X-Meshnet-Epoch": "1"})
+        await tail.send(4, Step="3", Past_Len="5")
+        number, status, body = await tail.answer()
+        assert (number, status) == (4, 409)
+        assert b"stale_epoch" in body
+
+
 async def test_closing_a_session_ends_the_wait() -> None:
     """Its step is not run."""
     async with open_tail() as tail:
@@ -515,13 +550,12 @@ async def test_another_sessions_step_ends_no_wait() -> None:
         assert (await tail.answer())[:2] == (2, 409)
 
 
-async def test_a_step_of_an_old_epoch_is_stale_when_its_input_comes() -> None:
-    """It goes on to the store then, and is refused there as any."""
+async def test_a_step_of_an_old_epoch_waits_for_no_input() -> None:
+    """It is refused as any, at once."""
     async with open_tail() as tail:
         newer = {"X-Meshnet-Epoch": "2", "X-Meshnet-Step": "n"}
         await tail.posts.step("s", "decode", 3, [9], changed={**newer})
         await tail.send(1, Past_Len="4")
-        await tail.push(push_of(9))
         number, status, body = await tail.answer()
 
         assert (number, status) == (1, 409)

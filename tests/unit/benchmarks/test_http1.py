@@ -45,6 +45,14 @@ async def test_requests_of_one_connection_are_read_one_after_the_other() -> None
     assert [message and message.is_step for message in messages] == [True, False, None]
 
 
+@pytest.mark.parametrize("name", ["Input", "Push"])
+async def test_a_step_of_direct_return_is_known_by_its_headers(name: str) -> None:
+    """It takes its input from another shard, or gives one its output."""
+    direct = DECODE.replace(b"Host: x", b"Host: x\r\nX-Meshnet-%s-Id: i" % name.encode())
+    assert (await request_of(direct)).is_direct
+    assert not (await request_of(DECODE)).is_direct
+
+
 @pytest.mark.parametrize("end", [30, len(DECODE) - 1])
 async def test_a_request_that_breaks_off_is_an_error(end: int) -> None:
     """An end within the headers or the body is not taken for a whole request."""

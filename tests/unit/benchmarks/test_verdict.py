@@ -54,6 +54,13 @@ def test_a_fault_that_did_not_happen_proves_nothing() -> None:
     assert judge(cell_of("evict"), replace(seen(WHOLE), error_s=None))[0] == "not_fired"
 
 
+def test_a_fault_that_met_no_direct_step_proves_nothing_of_direct_return() -> None:
+    """What goes wrong all the same is told."""
+    by_the_head = replace(seen(WHOLE), by_the_head=True)
+    assert judge(cell_of("evict"), by_the_head)[0] == "by the head"
+    assert judge(cell_of("evict"), replace(by_the_head, left=("first holds 1",)))[0] == "leak"
+
+
 def test_a_session_left_behind_spoils_a_good_end() -> None:
     """An identical text with a session left is a `leak`."""
     assert judge(cell_of("evict"), replace(seen(WHOLE), left=("first holds 1",)))[0] == "leak"

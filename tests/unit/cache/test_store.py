@@ -108,6 +108,12 @@ class Bench:
             check=check,
         )
 
+    async def look_up(self, past_len: int, *, step_id: str = "x", epoch: int = 1) -> object:
+        """What a guarded step of session a can be told before it is run."""
+        answer = await self.store.look_up(key_of("a"), step_ref(past_len, step_id, epoch))
+        self.store.check_integrity()
+        return answer
+
     async def late(self, past_len: int, *, epoch: int = 1, start_layer: int = 0) -> CacheMiss:
         """The miss of a guarded step."""
         with pytest.raises(CacheMiss) as caught:
@@ -379,6 +385,60 @@ class TestReplay:
         await bench.step("a", 0, 6, step_id="x", answer="first")
         bench.clock.now = TTL_S + 1
         assert await bench.step("a", 0, 6, step_id="x", answer="second") == "second"
+
+
+class TestLookingUp:
+    """A step whose input is not there yet."""
+
+    async def test_a_step_that_was_run_has_its_answer(self, bench: Bench) -> None:
+        """As a repeat of it has, but nobody needs to know what it was made of."""
+        await bench.guarded(0, 6, answer="first")
+        await bench.guarded(6, step_id="y", answer="second")
+        assert await bench.look_up(6, step_id="y") == "second"
+
+    @pytest.mark.parametrize(("past_len", "epoch"), [(6, 1), (7, 1), (5, 2), (6, 2)])
+    async def test_a_step_that_may_be_run_has_none(
+        self, bench: Bench, past_len: int, epoch: int
+    ) -> None:
+        """The next one, and any whose session may be fed before its input comes."""
+        await bench.guarded(0, 6)
+        assert await bench.look_up(past_len, step_id="y", epoch=epoch) is None
+
+    async def test_nothing_is_known_of_a_session_that_is_not_here(self, bench: Bench) -> None:
+        """It is no miss yet."""
+        assert await bench.look_up(6) is None
+        assert not bench.store.misses
+
+    async def test_a_step_that_is_passed_is_late(self, bench: Bench) -> None:
+        """Also while the next one is running; the session stays as it is."""
+        await bench.guarded(0, 6)
+        await bench.guarded(6, step_id="y")
+        async with bench.running("a", 7, epoch=1):
+            with pytest.raises(CacheMiss) as caught:
+                await bench.look_up(5, step_id="w")
+        assert caught.value.members == {"reason": "length_mismatch", "held": 7}
+        assert await bench.guarded(8, step_id="z", answer="next") == "next"
+
+    async def test_a_step_without_id_is_not_late(self, bench: Bench) -> None:
+        """Its session would be given up for it; that is left to the step itself."""
+        await bench.step("a", 0, 6)
+        assert await bench.store.look_up(key_of("a"), step_ref(5)) is None
+        assert await bench.holds("a", 6)
+
+    async def test_a_step_of_a_closed_session_is_stale(self, bench: Bench) -> None:
+        """It need not wait."""
+        await bench.guarded(0, 6)
+        await bench.store.release(SessionId("a"), 1)
+        with pytest.raises(StaleEpoch):
+            await bench.look_up(6)
+
+    async def test_looking_up_is_no_use_of_a_session(self, bench: Bench) -> None:
+        """It does not live longer for it."""
+        await bench.guarded(0, 6, answer="first")
+        bench.clock.now = TTL_S - 1
+        assert await bench.look_up(0) == "first"
+        bench.clock.now = TTL_S + 1
+        assert await bench.look_up(0) is None
 
 
 class TestBusy:

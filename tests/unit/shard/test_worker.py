@@ -888,6 +888,19 @@ async def test_a_step_whose_input_is_pushed_has_no_tensor() -> None:
     assert caught.value.members["field"] == "X-Meshnet-Shape"
 
 
+async def test_a_step_that_was_run_is_recalled_without_its_input() -> None:
+    """With nothing run and nothing waited for; of the next one nothing is known."""
+    async with open_bench("2-4") as bench:
+        await bench.cached("prefill", 0, PROMPT, step="0", epoch=1)
+        done = await bench.cached("decode", 3, [9], step="1", epoch=1)
+        again = bench.headers("decode", 3, 1, step="1", input_id="i", epoch=1)
+        following = bench.headers("decode", 4, 1, step="2", input_id="j", epoch=1)
+
+        recalled = await bench.worker.recall(again)
+        assert recalled == Timed(done.result, 0.0, 0.0, batch_size=0)
+        assert await bench.worker.recall(following) is None
+
+
 async def test_the_tail_has_nobody_to_push_to() -> None:
     """What it puts out is the answer."""
     async with open_bench("2-4") as bench:
