@@ -30,6 +30,7 @@ _SETTLE_LIMIT_S: Final = 8.0
 DELETE."""
 _HEAD_START_LIMIT_S: Final = 60.0
 _HEAD_SEES_LIMIT_S: Final = 20.0
+_ROUTE_POLL_S: Final = 0.3
 _DIRECT_LIMIT_S: Final = 60.0
 _FEW_TOKENS: Final = 4
 _POLL_S: Final = 0.05
@@ -142,18 +143,22 @@ class FaultCluster:
     async def _go_direct(self) -> None:
         """Ask until shards hand over to each other: a head leaves them alone after a failure.
 
+        Before each request the head is given the time to see that all shards are idle: then it
+        takes the first ones of its route, and the next request comes to those that this one found.
+
         Raises:
             ClusterError: They do not.
         """
         n_steps = (_FEW_TOKENS - 1) * (len(HOPS) - 1)
-        end = monotonic() + _DIRECT_LIMIT_S
-        while monotonic() < end:
+        n_pushed, end = 0, monotonic() + _DIRECT_LIMIT_S
+        while n_pushed < n_steps:
+            if monotonic() > end:
+                raise ClusterError("shards do not hand over to each other")
+            await asyncio.sleep(2 * _ROUTE_POLL_S)
             before = self.n_pushed
             await ask(self.head_url, "plain", limit_s=_DIRECT_LIMIT_S, n_tokens=_FEW_TOKENS)
-            if self.n_pushed - before >= n_steps:
-                return
-            await asyncio.sleep(_POLL_S)
-        raise ClusterError("shards do not hand over to each other")
+            n_pushed = self.n_pushed - before
+        await asyncio.sleep(2 * _ROUTE_POLL_S)
 
     async def _ensure_head(self, key: HeadKey, nodes: list[Node]) -> None:
         is_running = self._head is not None and self._head.returncode is None
@@ -188,7 +193,7 @@ class FaultCluster:
             "MESHNET_HEAD_HOP_TRANSPORT": self._transport,
             "MESHNET_HEAD_HOP_RETURN": self._hop_return,
             "MESHNET_HEAD_DRAIN_TIMEOUT_S": "1",
-            "MESHNET_HEAD_ROUTE_POLL_S": "0.3",
+            "MESHNET_HEAD_ROUTE_POLL_S": str(_ROUTE_POLL_S),
             "MESHNET_HEAD_PREFIX_REUSE": "false",  # every request is to have a whole prefill
         }
         self._head = Member("head", command, free_port(), env, self._log_dir / "head.log")
