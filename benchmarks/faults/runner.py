@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import Final
 
 from benchmarks.faults.actions import set_scene
@@ -15,24 +14,19 @@ from services.cli.cluster import ClusterError
 
 REPLY_LIMIT_S: Final = 120.0
 """Longer than all of the head's time-outs together: what takes longer hangs."""
-
-
 _TRIES: Final = 5
-_PAUSE_S: Final = 4.0
-"""With the tries longer than the 15 s for which a head may leave two shards alone."""
 
 
 async def run_cell(cluster: FaultCluster, cell: Cell) -> Verdict:
     """Run it; a cluster that cannot be had is an outcome, too.
 
     Where hidden states are to go from shard to shard, it is run again until the fault meets a step
-    that does so: with a standby nobody can say beforehand which shards a request comes to.
+    that does so: on a busy machine one may go by the head where the one before it did not.
     """
     verdict = await _run_once(cluster, cell)
     for _ in range(_TRIES - 1):
         if verdict.outcome != BY_THE_HEAD:
             break
-        await asyncio.sleep(_PAUSE_S)
         verdict = await _run_once(cluster, cell)
     return verdict
 

@@ -138,6 +138,10 @@ class Entry(Generic[StateT]):
             return None
         return self.last_commit.answer if (self.key, self.last_step) == (key, step) else None
 
+    def knows_order_of(self, step: StepRef) -> bool:
+        """Whether a step that is not at the end of the state is late, rather than another's."""
+        return step.guarded and step.epoch == self.epoch
+
     def begin(self, epoch: int, reserved: int) -> None:
         """Lend the state to a step."""
         self.epoch = epoch

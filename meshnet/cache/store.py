@@ -145,8 +145,8 @@ class SessionCacheStore(Generic[StateT]):
             if entry is None:
                 return None
             answer = entry.answer_to(key, step)
-            is_over = step.guarded and step.epoch == entry.epoch and step.past_len < entry.length
-            if answer is None and is_over:
+            is_passed = entry.knows_order_of(step) and step.past_len < entry.length
+            if answer is None and is_passed:
                 raise self._miss_length(entry, step)
             return answer
 
@@ -255,7 +255,7 @@ class SessionCacheStore(Generic[StateT]):
             if answer is not None:
                 return entry, Lease(None, replay=answer)
         continued = None if entry is None or entry.kept else entry
-        late = continued is not None and step.guarded and step.epoch == continued.epoch
+        late = continued is not None and continued.knows_order_of(step)
         if fork_of is not None and not late:
             parent = self._find_parent(fork_of, key, step.past_len)
             check()
