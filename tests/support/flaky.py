@@ -217,7 +217,12 @@ class _Streamed:
                 self._to_shard.put_nowait(event)
             if event["type"] == "websocket.disconnect":
                 self._left.set()
-        await asyncio.gather(shard, *passing)
+        await shard
+        for waiting in passing:
+            waiting.cancel()  # what the shard has not answered by now it never will
+        for ended in await asyncio.gather(*passing, return_exceptions=True):
+            if isinstance(ended, Exception):
+                raise ended
 
     async def _pass(self, asked: StreamMessage, event: Message) -> None:
         session = asked.headers.get("x-meshnet-session", "")

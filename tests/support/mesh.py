@@ -142,6 +142,7 @@ async def serve_head(
         "route": tuple(HopSetting(endpoint=url) for url in urls),
         "cluster_key": SecretStr(CLUSTER_KEY),
         "hop_transport": "post",  # what recorders and lines see; streams have their own tests
+        "hop_return": "star",  # `auto` goes by what a ping took, and that by the machine's load
         "recovery_timeout_s": 5.0,
         "route_poll_s": 0.2,
     }
